@@ -351,7 +351,7 @@ def test_a_plan_with_everything_long_still_fits_its_bytes() -> None:
         ("decode", "x" * 129),
         ("runs", [["tape", 1]]),
         ("runs", [["hbm", 1]] * 33),
-        ("predicted", {"local.coffee": 1.0}),
+        ("predicted", {f"local.{number}": 1.0 for number in range(33)}),
         ("predicted", {"local.total": float("inf")}),
         ("reasons", ["why"] * 5),
         ("broken", ["x"] * 5),

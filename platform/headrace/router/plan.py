@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta
 
 from headrace.placement_policies import COST
 from headrace_engine.kv_groups import BlockUse
@@ -32,46 +34,62 @@ class PlanRequest:
     stored: Sequence[AvailableRun] = ()
 
 
+MAX_RUNS, MAX_REASONS, MAX_REASON_CHARS = 32, 4, 400
+"""Bounds of a plan that another process made."""
+Name = Annotated[str, Meta(max_length=128)]
+Reasons = Annotated[
+    tuple[Annotated[str, Meta(max_length=MAX_REASON_CHARS)], ...], Meta(max_length=MAX_REASONS)
+]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
+Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
+
+
 class Run(NamedTuple):
     """A run of a prompt, and the source of its KV for the engine that prefills."""
 
-    source: str
+    source: Annotated[str, Meta(pattern="^(hbm|compute|dram|nvme|remote|object)$")]
     """`hbm` (its own prefix cache), a medium of its node's store, or `compute`."""
-    tokens: int
+    tokens: Tokens
+
+
+Runs = Annotated[tuple[Run, ...], Meta(max_length=MAX_RUNS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decision where a prompt's KV is made, with its predicted price and its reasons."""
+    """Decision where a prompt's KV is made, with its predicted price and its reasons.
 
-    request_id: str
+    The bounds of the fields hold for plans that come from another process (`plan_codec`).
+    """
+
+    request_id: Name
     #: Name of the prefill deployment; None prefills on the decode engine itself.
-    prefill: str | None
-    prompt_tokens: int
-    cached_decode_tokens: int
-    cached_prefill_tokens: int
+    prefill: Name | None
+    prompt_tokens: Tokens
+    cached_decode_tokens: Tokens
+    cached_prefill_tokens: Tokens
     #: Maximum of leading tokens that one engine's cache, or one node's store, held.
-    reachable_tokens: int = 0
+    reachable_tokens: Tokens = 0
     #: The decode replica that answers; empty for the one that made the plan.
-    decode: str = ""
+    decode: Name = ""
     #: The prefill replica to ask; empty lets Ray Serve choose one.
-    replica: str = ""
+    replica: Name = ""
     #: The prompt from its beginning to its end, as the engine that prefills it gets it.
-    runs: tuple[Run, ...] = ()
+    runs: Runs = ()
     #: The same for the decode engine, should the remote prefill fail; empty when local.
-    fallback: tuple[Run, ...] = ()
+    fallback: Runs = ()
     #: Seconds by part for the best local and the best remote choice: "local.queue", ...,
     #: "remote.total".
-    predicted: Mapping[str, float] = field(default_factory=dict)
+    predicted: Annotated[Mapping[Name, Seconds], Meta(max_length=32)] = field(default_factory=dict)
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
-    timeout_s: float = 0.0
-    reasons: tuple[str, ...] = ()
+    timeout_s: Seconds = 0.0
+    reasons: Reasons = ()
     #: The targets that this choice does not keep, nor any other that may be chosen.
-    broken: tuple[str, ...] = ()
+    broken: Reasons = ()
     #: Whether a more expensive engine was chosen in order to measure it again.
     explores: bool = False
     #: The id under which a gateway made this plan; empty if the decode replica made it.
-    plan_id: str = ""
+    plan_id: Name = ""
 
     @property
     def kind(self) -> Kind:
