@@ -13,7 +13,6 @@ import contextvars
 import logging
 import os
 import secrets
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -300,7 +299,7 @@ class DecodeServer(PDDecodeServer):
         """Apply the overrides that are in force and have not reached this replica."""
         try:
             stored = await asyncio.to_thread(self._overrides.all)
-            for override in self._applied_overrides.pending(stored, time.time()):
+            for override in self._applied_overrides.pending(stored):
                 if "policy" in override:
                     self._planner.policy = override["policy"]
                 else:

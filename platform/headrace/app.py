@@ -72,9 +72,7 @@ def build_app(args: dict[str, Any]) -> Application:
     models = app_models(args, section)
     own_port = section.gateway.port is not None
     wrong = [
-        line
-        for model in models
-        for line in refusals(model.pd, own_port=own_port, key=model.key)
+        line for model in models for line in refusals(model.pd, own_port=own_port, key=model.key)
     ]
     if wrong:
         raise ValueError("; and ".join(dict.fromkeys(wrong)))

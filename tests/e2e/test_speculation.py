@@ -117,13 +117,12 @@ def test_who_is_not_to_be_drafted_for_is_not(app: App, client: openai.OpenAI) ->
     assert drafted() == before
 
 
-def test_the_kill_switch_holds_for_as_long_as_it_is_told_to(
-    app: App, client: openai.OpenAI
-) -> None:
-    order = {"mode": "off", "for_s": 4}
-    assert app.client.put("/headrace/v1/speculation", json=order).status_code == 200
+def test_the_kill_switch_holds_until_it_is_changed(app: App, client: openai.OpenAI) -> None:
+    path = "/headrace/v1/speculation"
+    assert app.client.put(path, json={"mode": "off"}).status_code == 200
     until(lambda: app.drafting_mode() == "off", 3.5, "drafting off")
     answer(client, PROMPTS[1], "any")
+    assert app.client.put(path, json={"mode": f"static:{DRAFT_TOKENS}"}).status_code == 200
     until(lambda: app.drafting_mode() == "static", 15.0, "drafting on again")
 
 

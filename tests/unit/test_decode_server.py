@@ -181,7 +181,7 @@ async def test_orders_in_force_are_carried_out_once() -> None:
         _planner=SimpleNamespace(policy="cost"),
         engine=SimpleNamespace(llm=SimpleNamespace(speculation=speculation)),
     )
-    server._overrides.set_override({"policy": "local", "mode": "off"}, 0.0)
+    server._overrides.set_override({"policy": "local", "mode": "off"})
     for _ in range(2):
         await DecodeServer._apply_overrides(server)
     assert (server._planner.policy, told) == ("local", [{"mode": "off"}])

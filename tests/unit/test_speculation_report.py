@@ -1,94 +1,36 @@
-"""Settings that expire, accepted drafts by source, and the report of a replica."""
+"""Commands, accepted drafts by source, and the report of a replica."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace_decode.speculative import proposer as proposer_module
 from headrace_decode.speculative.acceptance_counter import AcceptanceCounter
 from headrace_decode.speculative.draft_batch import DraftSource
 from headrace_decode.speculative.planning.draft_guard import ControlDraw
 from headrace_decode.speculative.planning.draft_planner import DraftMode, StepRecord
-from headrace_decode.speculative.timed_setting import (
-    MAX_DURATION_S,
-    TimedSetting,
-    is_valid_duration,
-)
 from tests.unit.test_speculation_session import Engine, OneRow, propose, proposer
 
-# Timed settings
+# Commands
 
 
-def test_a_temporary_value_expires() -> None:
-    setting = TimedSetting("auto")
-    setting.set("off", now_s=100.0, for_s=60.0)
-    assert (setting.value(159.9), setting.remaining_s(159.9)) == ("off", pytest.approx(0.1))
-    assert (setting.value(160.0), setting.remaining_s(160.0)) == ("auto", None)
-
-
-def test_a_permanent_value_ends_a_temporary_one() -> None:
-    setting = TimedSetting(8)
-    setting.set(2, 0.0, for_s=60.0)
-    setting.set(4, 1.0)
-    assert (setting.value(2.0), setting.value(100.0), setting.remaining_s(2.0)) == (4, 4, None)
-
-
-def test_after_two_temporary_values_the_permanent_one_applies() -> None:
-    setting = TimedSetting(8)
-    setting.set(2, 0.0, for_s=60.0)
-    setting.set(1, 10.0, for_s=5.0)
-    assert [setting.value(now) for now in (10.0, 14.9, 15.0, 59.0)] == [1, 1, 8, 8]
-
-
-@pytest.mark.parametrize("good", [1, 0.5, MAX_DURATION_S])
-def test_seconds_above_none_up_to_a_week_are_a_duration(good: float) -> None:
-    assert is_valid_duration(good)
-
-
-@pytest.mark.parametrize(
-    "bad", [0, -1, MAX_DURATION_S + 1, float("nan"), float("inf"), True, "60", []]
-)
-def test_nothing_else_is_a_duration(bad: Any) -> None:
-    assert not is_valid_duration(bad)
-
-
-class Clock:
-    """In place of the module's `time`: stands still until moved."""
-
-    perf_counter = staticmethod(time.perf_counter)
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-def test_cap_and_mode_expire_in_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(proposer_module, "time", clock)
+def test_cap_and_mode_change_at_once() -> None:
     told = proposer(mode="static:4")
     told.bind(OneRow())
-    report = told.command({"draft_cap": 1, "for_s": 60})
-    assert (report["draft_cap"], report["draft_cap_left_s"]) == (1, 60.0)
-    assert report["mode_left_s"] is None
-    told.command({"mode": "off", "for_s": 10})
-    assert propose(told) == [[]]
-    clock.now_s += 10
+    assert told.command({"draft_cap": 1})["draft_cap"] == 1
     assert propose(told) == [[1]]
-    clock.now_s += 50
+    told.command({"mode": "off"})
+    assert propose(told) == [[]]
+    told.command({"mode": "static:4", "draft_cap": None})
     assert propose(told) == [[1, 2, 3, 4]]
-    assert told.command({})["draft_cap_left_s"] is None
 
 
-def test_a_wrong_duration_changes_nothing() -> None:
+def test_a_wrong_command_changes_nothing() -> None:
     told = proposer(mode="static:4")
-    with pytest.raises(ValueError, match=r"for_s -1: expected seconds above 0 and up to 604800"):
-        told.command({"mode": "off", "for_s": -1})
+    with pytest.raises(ValueError, match=r"unknown \['for_s'\]"):
+        told.command({"mode": "off", "for_s": 1})
     assert told.command({})["mode"] == "static"
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,6 @@ from headrace_decode.speculative.retrieval.draft_memory import DraftMemory, Memo
 from headrace_decode.speculative.session import SpeculationSession
 from headrace_decode.speculative.settings import CONFIG_KEY, SpeculationSettings
 from headrace_decode.speculative.speculation_report import figures, step_seconds
-from headrace_decode.speculative.timed_setting import (
-    MAX_DURATION_S,
-    TimedSetting,
-    is_valid_duration,
-)
 
 if TYPE_CHECKING:
     from headrace_decode.speculative.runner_view import RunnerView
@@ -58,8 +52,7 @@ class HeadraceProposer:
         self.planner = DraftPlanner(
             padded_sizes=vllm_config.compilation_config.cudagraph_capture_sizes or ()
         )
-        self._mode = TimedSetting(DraftMode.parse(settings.mode))
-        self._draft_cap: TimedSetting[int | None] = TimedSetting(None)
+        self.planner.mode = DraftMode.parse(settings.mode)
         self._max_rows = scheduler.max_num_seqs
         memory = create_memory(settings, vllm_config.model_config)
         self.session = SpeculationSession(
@@ -74,7 +67,6 @@ class HeadraceProposer:
         self.replicator: SegmentReplicator | None = None
         if settings.replication is not None:
             self.replicator = SegmentReplicator(ReplicationLog(memory), settings.replication)
-        self._apply_settings()
         self.failures = 0
         self._consecutive_failures = 0
         self._runner: RunnerView | None = None
@@ -127,7 +119,6 @@ class HeadraceProposer:
         try:
             if self._runner is None or self._consecutive_failures >= MAX_FAILURES:
                 return [[] for _ in sampled_token_ids]
-            self._apply_settings()
             rows = self._runner.rows(
                 sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._scheduled
             )
@@ -142,36 +133,27 @@ class HeadraceProposer:
         """Change the settings that the command names, and return the state of speculative decoding.
 
         Args:
-            command: any of `mode` ("auto", "off", "static:K"), `draft_cap` (tokens a step, None for
-                no cap) and `for_s` (seconds after which mode and cap of this command expire, and
-                the permanent values apply again).
+            command: any of `mode` ("auto", "off", "static:K") and `draft_cap` (tokens a step, None
+                for no cap).
 
         Raises:
             ValueError: a key or a value is not one of these; then nothing is changed.
         """
-        unknown = sorted(set(command) - {"mode", "draft_cap", "for_s"})
+        unknown = sorted(set(command) - {"mode", "draft_cap"})
         if unknown:
             raise ValueError(f"speculation: unknown {unknown}")
         mode = DraftMode.parse(command["mode"]) if "mode" in command else None
-        cap, for_s = command.get("draft_cap"), command.get("for_s")
+        cap = command.get("draft_cap")
         if not (cap is None or (isinstance(cap, int) and cap >= 0)):
             raise ValueError(f"speculation: draft_cap {cap!r} is not a number of tokens")
-        if not (for_s is None or is_valid_duration(for_s)):
-            raise ValueError(
-                f"speculation: for_s {for_s!r}: expected seconds above 0 and up to "
-                f"{MAX_DURATION_S:g}"
-            )
-        now_s = time.monotonic()
         if mode is not None:
-            self._mode.set(mode, now_s, for_s)
+            self.planner.mode = mode
             self._consecutive_failures = 0
         if "draft_cap" in command:
-            self._draft_cap.set(cap, now_s, for_s)
+            self.session.draft_cap = cap
         return self._report()
 
     def _report(self) -> dict[str, Any]:
-        self._apply_settings()
-        now_s = time.monotonic()
         return {
             **self.planner.snapshot(),
             **figures(self.planner, self.session),
@@ -179,19 +161,11 @@ class HeadraceProposer:
             "failures": self.failures,
             "replication": None if self.replicator is None else self.replicator.stats(),
             "draft_cap": self.session.draft_cap,
-            "mode_left_s": self._mode.remaining_s(now_s),
-            "draft_cap_left_s": self._draft_cap.remaining_s(now_s),
         }
 
     def corpus_command(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Run `CorpusManager.command`; return {} if another worker of this model drafts."""
         return {} if self._runner is None else self.corpus_manager.command(command)
-
-    def _apply_settings(self) -> None:
-        """Apply the settings that are in force now."""
-        now_s = time.monotonic()
-        self.planner.mode = self._mode.value(now_s)
-        self.session.draft_cap = self._draft_cap.value(now_s)
 
     def _on_failure(self) -> None:
         self.failures += 1

@@ -9,16 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.config.key_file import NAME, ModelName
 from headrace.config.speculation import MODE
 from headrace.gateway.ingress.limits import wrong_field
-from headrace_decode.speculative.timed_setting import MAX_DURATION_S
 
 MAX_PROMPTS = 256
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-
-
-def _without_default(schema: dict[str, Any]) -> None:
-    del schema["default"]
 
 
 OneModel = Annotated[
@@ -46,13 +41,6 @@ class SpeculationUpdate(BaseModel):
     )
     draft_cap: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Most draft tokens a step; null for no cap."
-    )
-    for_s: float = Field(
-        default=MAX_DURATION_S,
-        gt=0,
-        le=MAX_DURATION_S,
-        description="Seconds until the change is undone. Without it, the change stays.",
-        json_schema_extra=_without_default,
     )
     model: OneModel
 

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -248,7 +247,7 @@ class ServeModelBackend:
     async def _save_override(self, override: dict[str, Any]) -> None:
         """Save an override for replicas that start later; the caller sends it to those that run."""
         try:
-            await asyncio.to_thread(self._overrides.set_override, override, time.time())
+            await asyncio.to_thread(self._overrides.set_override, override)
         except Exception as error:
             logger.error("an override is not saved for replicas that start later: %r", error)
 
