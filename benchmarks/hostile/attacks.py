@@ -195,7 +195,7 @@ def _malformed(model: str) -> Iterator[Request]:
 
 
 def _encoded(model: str) -> Iterator[Request]:
-    """Bodies that are small until they are decoded."""
+    """Compressed bodies, which the gateway refuses."""
     bomb = gzip.compress(b" " * BOMB_BYTES)
     for name, body in (
         ("a gzip bomb", bomb),

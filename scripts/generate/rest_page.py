@@ -57,9 +57,8 @@ vLLM {vllm}.
   value but that and `"auto"` is answered 400. `vllm_xargs.blending` lets stored KV be
   [reused](blending.md) at other places of the prompt. The header `x-headrace-techniques` of an
   answer says what could be used.
-- **Bodies.** A JSON body may be in UTF-8, UTF-16 or UTF-32, with or without a byte order mark, and
-  compressed with `Content-Encoding: gzip` or `deflate`. Other encodings are answered 415. All
-  limits hold for the body as sent and as decoded.
+- **Bodies.** A JSON body is in UTF-8, with or without a byte order mark, and not compressed: any
+  `Content-Encoding` but `identity` is answered 415.
 - **HTTP.** `Upgrade` is ignored: the answer comes over HTTP/1.1. An answer that the gateway gives
   before the request's end has `Connection: close`. A path with slashes at its end is answered 307
   with the path without them.

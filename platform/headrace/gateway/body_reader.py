@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors
-from headrace.gateway.ingress import encodings, limits
+from headrace.gateway.ingress import limits
 from headrace.gateway.ingress.body_budget import BodyBudget, BodyReservation
-from headrace.gateway.relay.call import Call
 from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace_decode.http.event_loop import run_then_rest
 
@@ -72,15 +72,7 @@ class BodyReader:
         """
         max_bytes = max_bytes or self._settings.max_body_bytes
         body = await self._read_body(context, max_bytes)
-        return limits.parse_object(encodings.as_utf8(body, max_bytes))
-
-    def use_utf8(self, call: Call) -> None:
-        """Convert the call's body to UTF-8 without a byte order mark.
-
-        Raises:
-            ApiError: 400, the body is in no encoding of JSON; 413, it is too large in UTF-8.
-        """
-        _set_body(call, encodings.as_utf8(call.body, self._settings.max_body_bytes))
+        return limits.parse_object(body.removeprefix(codecs.BOM_UTF8))
 
     async def replace(self, call: Call, change: Callable[[bytes], bytes]) -> None:
         """Replace the call's body, within its budget.
@@ -115,10 +107,10 @@ class BodyReader:
         """Read the body, which has to arrive within `body_timeout_s` from now."""
         limits.check_content_type(context.headers.get(b"content-type"))
         limits.check_length(context.headers.get(b"content-length"), max_bytes)
-        decoder = encodings.decoder_of(context.call.encodings)
+        limits.check_encoding(context.call.encodings)
         context.interrupts.set_deadline(self._settings.body_timeout_s, BODY_LATE)
         context.call.reservation = reservation = self._budget.reserve(context.call.tenant)
-        body = await limits.read_body(context.receive, max_bytes, reservation, decoder)
+        body = await limits.read_body(context.receive, max_bytes, reservation)
         spent_s = perf_counter() - context.call.started
         context.interrupts.set_deadline(self._settings.request_timeout_s - spent_s, TIME_UP)
         return body

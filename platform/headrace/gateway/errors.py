@@ -297,22 +297,13 @@ def host_not_allowed(host: str) -> ApiError:
     )
 
 
-def encoding_not_supported(encoding: str, supported: Sequence[str]) -> ApiError:
-    """415, with the encodings that are supported."""
-    accepted = ", ".join(supported)
+def encoding_not_supported(encoding: str) -> ApiError:
+    """415: the body is compressed."""
     return ApiError(
         415,
-        f"Content-Encoding '{encoding[:100]}' is not supported. Send the body without it, or with "
-        f"one of: {accepted}.",
+        f"Content-Encoding '{encoding[:100]}' is not supported. Send the body uncompressed.",
         code="unsupported_content_encoding",
-        headers=[(b"accept-encoding", accepted.encode())],
-    )
-
-
-def bad_encoding(encoding: str) -> ApiError:
-    """400: the body does not match its `content-encoding`."""
-    return ApiError(
-        400, f"The request body is not valid {encoding}.", code="invalid_content_encoding"
+        headers=[(b"accept-encoding", b"identity")],
     )
 
 

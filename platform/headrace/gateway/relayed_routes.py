@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
@@ -214,7 +215,7 @@ class RelayedRoutes:
             ApiError: the body is wrong, or names a model or a class that the request cannot have.
         """
         call, caller = context.call, context.caller
-        self._body_reader.use_utf8(call)
+        call.body = call.body.removeprefix(codecs.BOM_UTF8)
         request = await self._body_reader.parsed(call.body)
         if self._conversations is not None and call.path == RESPONSES:
             request = await self._with_history(call, request, self._conversations)

@@ -1,15 +1,13 @@
 """Checks of a client's request: content type, size of the body, JSON, and fields.
 
-The body is checked and not changed: the replica gets the client's own bytes, decoded
-(`ingress.encodings`).
+The body is checked and not changed: the replica gets the client's own bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -20,7 +18,6 @@ from pydantic_core import PydanticCustomError
 from headrace.gateway import errors
 from headrace.gateway.asgi import ClientGone, Receive
 from headrace.gateway.ingress.body_budget import BodyReservation
-from headrace.gateway.ingress.encodings import Decoder
 from headrace_engine.serving.validation import FailFastAdapter
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
@@ -111,6 +108,20 @@ def check_content_type(header: bytes | None) -> None:
         )
 
 
+def check_encoding(headers: Sequence[bytes]) -> None:
+    """Refuse a compressed body.
+
+    Args:
+        headers: values of the `content-encoding` headers.
+
+    Raises:
+        ApiError: 415, the body is compressed.
+    """
+    header = b", ".join(headers).decode("latin-1")
+    if any(name.strip().lower() not in ("", "identity") for name in header.split(",")):
+        raise errors.encoding_not_supported(header)
+
+
 def check_length(header: bytes | None, limit_bytes: int) -> None:
     """Refuse a body that is announced as too long, before any of it is read.
 
@@ -127,32 +138,25 @@ def check_length(header: bytes | None, limit_bytes: int) -> None:
         raise errors.body_too_large(limit_bytes)
 
 
-async def read_body(
-    receive: Receive, limit_bytes: int, reservation: BodyReservation, decoder: Decoder | None = None
-) -> bytes:
-    """Read and return the whole request body, decoded; `reservation` counts its bytes.
+async def read_body(receive: Receive, limit_bytes: int, reservation: BodyReservation) -> bytes:
+    """Read and return the whole request body; `reservation` counts its bytes.
 
     Raises:
-        ApiError: 413 as soon as more than `limit_bytes` arrived or are decoded, 429 if there is no
-            room, 400 if the body cannot be decoded.
+        ApiError: 413 as soon as more than `limit_bytes` arrived, 429 if there is no room.
         ClientGone: the client hung up first.
     """
     parts: list[bytes] = []
-    came, size, more = 0, 0, True
+    size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part, more = message.get("body", b""), message.get("more_body", False)
-        came += len(part)
-        for piece in (part,) if decoder is None else decoder.decode(part, is_last=not more):
-            size += len(piece)
-            if max(came, size) > limit_bytes:
-                raise errors.body_too_large(limit_bytes)
-            reservation.add(len(piece))
-            parts.append(piece)
-            if decoder is not None:
-                await asyncio.sleep(0)
+        size += len(part)
+        if size > limit_bytes:
+            raise errors.body_too_large(limit_bytes)
+        reservation.add(len(part))
+        parts.append(part)
     return b"".join(parts) if len(parts) > 1 else bytes(parts[0])
 
 
