@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.autoscaling.day import Day
+from benchmarks.autoscaling.traffic_means import TrafficMeans
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
 from headrace.autoscaling.decide import ReplicaCosts, ReplicaCounts, decide
 from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import Hardware, prefill_s
 from headrace_lab.simulate.scenarios.autoscaled_fleet import FleetObservation, RoleObservation
-from headrace_lab.simulate.scenarios.traffic_means import TrafficMeans
 
 _NEVER_S = 1e6
 

@@ -19,8 +19,8 @@ def noise_calibration(path: Path, config: dict[str, Any], page_tokens: int) -> P
         page_tokens: of a page.
     """
     from headrace_decode.attention.calibration_file import ModelShape
-    from headrace_decode.sparse.basis import Moments
     from headrace_decode.sparse.engine.calibration import Calibration, write
+    from headrace_lab.sparse.moments import Moments
 
     shape = ModelShape.of(config)
     rng, bases = np.random.default_rng(0), []

@@ -38,8 +38,8 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.hashing import PromptKeys
 from headrace.router.blocks.kv_events import GPU, KvEventProcessor, SourceSchema
+from tests.support.prompt_keys import PromptKeys
 
 BLOCK_TOKENS, TOKENS = 16, 100_000
 BLOCKS = TOKENS // BLOCK_TOKENS

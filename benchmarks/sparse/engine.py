@@ -31,7 +31,8 @@ import numpy as np
 import torch
 
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
-from headrace_decode.sparse.basis import Basis, Moments
+from headrace_decode.sparse.basis import Basis
+from headrace_lab.sparse.moments import Moments
 
 SHARE = 0.1
 SIZES = {"8k": 8192, "32k": 32768}

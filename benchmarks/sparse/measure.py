@@ -14,8 +14,9 @@ from benchmarks.plain import model
 from benchmarks.sparse.arms import Arm, Bases, arms
 from benchmarks.sparse.attention import Layer, attended
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, Text, text
-from headrace_decode.sparse.basis import Basis, Moments
+from headrace_decode.sparse.basis import Basis
 from headrace_lab.models.lm import KV, LM
+from headrace_lab.sparse.moments import Moments
 
 Row = dict[str, Any]
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from headrace.model import resolve
-from headrace.router.blocks.hashing import PromptKeys
 from headrace_kvstore.identity.salts import tenant_salt
+from tests.support.prompt_keys import PromptKeys
 from tests.support.rest_clients import ASKED_AGAIN, Servers, rest_clients
 from tests.support.rest_requests import (
     ANSWERS,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.hashing import key_of
 from headrace.router.blocks.kv_events import GPU, KvEventError, KvEventProcessor, SourceSchema
+from headrace_kvstore.identity.prompt_hash import key_of
 
 HASHES = [bytes([i]) * 32 for i in range(1, 21)]
 KEYS = np.array([key_of(one) for one in HASHES], np.uint64)

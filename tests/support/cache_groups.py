@@ -25,10 +25,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.hashing import keys_of
 from headrace.router.blocks.kv_events import KvEventProcessor, SourceSchema
 from headrace_engine.kv_groups import hit_groups
 from headrace_engine.reporting.engine_events import HeldBlocks
+from headrace_kvstore.identity.prompt_hash import keys_of
 from headrace_kvstore.protocol.events import AllBlocksCleared, EventBatch, batches
 
 BLOCK = 4

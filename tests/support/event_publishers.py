@@ -14,10 +14,10 @@ import numpy as np
 from headrace.gateway.placement.endpoint_info import EndpointInfo
 from headrace.gateway.placement.event_subscriber import EventSubscriber
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.hashing import key_of
 from headrace.router.blocks.kv_events import KvEventProcessor
 from headrace_engine.reporting.replica_publisher import ReplicaPublisher
 from headrace_engine.reporting.report import Report
+from headrace_kvstore.identity.prompt_hash import key_of
 from headrace_kvstore.protocol.events import Change
 
 TOKEN = "a-token-of-the-replica's-own"

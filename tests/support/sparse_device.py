@@ -18,7 +18,7 @@ from headrace_decode.attention.batch import BatchRow
 from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_count
 from headrace_decode.attention_backend.cuda import SparseBackend
 from headrace_decode.attention_backend.runtime import RUNTIME, AttentionRuntime
-from headrace_decode.sparse.basis import Basis, Moments
+from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.cuda_step import CudaLayer
 from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.kernels.cache import HeadCache
@@ -26,6 +26,7 @@ from headrace_decode.sparse.kernels.summaries import DeviceSummaries
 from headrace_decode.sparse.page_scores import score_pages
 from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
+from headrace_lab.sparse.moments import Moments
 
 SHAPE = Shape(4, 2, 32, torch.float32)
 PAGE, LEAST, LONG = 16, 100, 170

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from headrace_decode.attention.page_counts import RECENT, SINKS
-from headrace_decode.sparse.basis import Basis, Moments
+from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.kernels.page_selection import scores, tables
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
 from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
+from headrace_lab.sparse.moments import Moments
 from tests.support import sparse_summaries as stored
 
 RANK = 12

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.autoscaling.traffic_means import KEPT, LEAST, TrafficMeans
 from headrace.autoscaling.capacity import ReplicaBounds, Slo, expected_in_time, find_need, in_time
 from headrace.autoscaling.decide import ReplicaCosts, ReplicaCounts, decide
 from headrace.autoscaling.forecast import RateForecast
 from headrace.autoscaling.load_average import decayed_average
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import default_steps
-from headrace_lab.simulate.scenarios.traffic_means import KEPT, LEAST, TrafficMeans
 
 SLO = Slo(ttft_s=2.0, itl_s=0.05, attainment=0.95)
 BOUNDS = ReplicaBounds((0, 16), (0, 16))

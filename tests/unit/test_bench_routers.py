@@ -19,9 +19,9 @@ from benchmarks.routers.pacing import Pacer
 from benchmarks.routers.replica import Replica
 from benchmarks.routers.words import text_of, tokens_of
 from benchmarks.routers.work import capacity, cut, made_up, reachable
-from headrace.router.blocks.hashing import PromptKeys
 from headrace_engine.step_time import StepTime, pairs_of
 from headrace_lab.simulate.hardware import default_steps
+from tests.support.prompt_keys import PromptKeys
 
 MACHINE = Machine(default_steps(), blocks=64, block_tokens=4, step_tokens=16, most_requests=8)
 

@@ -9,7 +9,6 @@ from vllm.distributed import kv_events as vllm_events
 
 from headrace.router.blocks import kv_events as events_module
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.hashing import key_of
 from headrace.router.blocks.kv_events import (
     GPU,
     KvEventError,
@@ -17,6 +16,7 @@ from headrace.router.blocks.kv_events import (
     ReplayRequest,
     SourceSchema,
 )
+from headrace_kvstore.identity.prompt_hash import key_of
 
 HASHES = [bytes([i]) * 32 for i in range(1, 30)]
 KEYS = np.array([key_of(one) for one in HASHES], np.uint64)

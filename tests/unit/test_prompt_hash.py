@@ -12,8 +12,8 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import hash_block_tokens
 
-from headrace.router.blocks.hashing import DEFAULT_SEED, PromptKeys, key_of, keys_of
-from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
+from headrace_kvstore.identity.prompt_hash import hash_prompt, key_of, keys_of, root_hash
+from tests.support.prompt_keys import DEFAULT_SEED, PromptKeys
 
 EDGES = [0, 1, 23, 24, 255, 256, 65_535, 65_536, 2**31 - 1, 2**32 - 1]
 

@@ -15,12 +15,13 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from headrace_decode.sparse.basis import Basis, Moments
+from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.page_scores import score_pages
 from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.simd_dot import AVX2, VNNI, Dot
 from headrace_decode.sparse.summaries import Summaries
 from headrace_decode.sparse.summary_layout import SummaryLayout
+from headrace_lab.sparse.moments import Moments
 from headrace_lab.sparse.reference import Coordinates, Form
 from tests.support import sparse_summaries as stored
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
 from headrace_decode.attention_backend.cpu import SparseImpl
-from headrace_decode.sparse.basis import Moments
 from headrace_decode.sparse.engine.attention import SparseStep
+from headrace_lab.sparse.moments import Moments
 
 BF16 = Shape()
 SHAPES = {

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from vllm import _custom_ops as ops
 
 from headrace_decode.attention.cpu_cache import KeyChecksums, LayerCache
-from headrace_decode.sparse.basis import Moments
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
 from headrace_decode.sparse.summaries import Summaries
+from headrace_lab.sparse.moments import Moments
 
 BLOCKS, HEADS, DIM, LAYERS = 6, 2, 32, 3
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_count
-from headrace_decode.sparse.basis import COORDINATES, Basis, Moments
+from headrace_decode.sparse.basis import COORDINATES, Basis
 from headrace_decode.sparse.page_selection import select_pages
 from headrace_lab.models.lm import LM
 from headrace_lab.sparse.attention import Layer, attended, estimated
+from headrace_lab.sparse.moments import Moments
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3)
 TAIL_TOKENS = 128

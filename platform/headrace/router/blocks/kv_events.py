@@ -39,12 +39,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.hashing import (
-    MAX_HASH_BYTES,
-    MIN_HASH_BYTES,
-    key_of,
-    keys_of,
-)
+from headrace_kvstore.identity.prompt_hash import KEY_BYTES, key_of, keys_of
 from headrace_kvstore.protocol.batch_sequence import BatchAction, BatchSequence
 from headrace_kvstore.protocol.events import LOCAL
 
@@ -60,7 +55,7 @@ KEPT_EPOCHS = 4
 REPLAY_RETRY_S = 2.0
 SILENT_S = 10.0
 
-Hash = Annotated[bytes, Meta(min_length=MIN_HASH_BYTES, max_length=MAX_HASH_BYTES)]
+Hash = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=32)]
 Number = Annotated[int, Meta(ge=0)]
 Hashes = Annotated[list[Hash | Number], Meta(max_length=MAX_BLOCKS)]
 Name = Annotated[str, Meta(max_length=64)]

@@ -1,7 +1,4 @@
-"""Keys of a prompt's blocks in the router, derived from vLLM's own block hashes.
-
-They match the blocks in vLLM's events in either form, as bytes or as numbers.
-"""
+"""Keys of prompts' blocks as engines with vLLM's default seed have them."""
 
 from __future__ import annotations
 
@@ -10,19 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.identity.prompt_hash import KEY_BYTES, hash_prompt, key_of, keys_of, root_hash
+from headrace_kvstore.identity.prompt_hash import hash_prompt, keys_of, root_hash
 
-__all__ = [
-    "DEFAULT_SEED",
-    "KEY_BYTES",
-    "MAX_HASH_BYTES",
-    "MIN_HASH_BYTES",
-    "PromptKeys",
-    "key_of",
-    "keys_of",
-]
-
-MIN_HASH_BYTES, MAX_HASH_BYTES = KEY_BYTES, 32
 DEFAULT_SEED = "vllm-none-hash"
 """vLLM's default seed, used unless PYTHONHASHSEED or a random seed replaces it."""
 
