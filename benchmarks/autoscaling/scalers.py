@@ -86,7 +86,7 @@ class Ours:
     def _load(self) -> TrafficLoad | None:
         decode = self.hardware.decode
         kv_tokens = decode.kv_blocks * self.hardware.block_tokens
-        return self.traffic.load(decode.steps, kv_tokens, self._move_s(), self.hardware.lost_share)
+        return self.traffic.load(decode.steps, kv_tokens, self._move_s())
 
     def _ahead(self, ahead_s: float) -> RateForecast:
         if self.certain:

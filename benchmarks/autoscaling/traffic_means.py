@@ -34,14 +34,12 @@ class TrafficMeans:
         self._rows[at] = rows
         self._seen += len(rows)
 
-    def load(
-        self, decode_steps: StepTime, kv_tokens: int, move_s: float, share: float = 0.0
-    ) -> TrafficLoad | None:
+    def load(self, decode_steps: StepTime, kv_tokens: int, move_s: float) -> TrafficLoad | None:
         """Return the means as a `TrafficLoad` with a rate of 0; None below `LEAST` requests.
 
         Args:
             kv_tokens: tokens that a decode engine's cache holds.
-            move_s, share: as in `TrafficLoad`.
+            move_s: as in `TrafficLoad`.
         """
         if self._seen < LEAST:
             return None
@@ -58,5 +56,4 @@ class TrafficMeans:
             move_s=move_s,
             steps=decode_steps,
             most_running=max(1, int(kv_tokens / max(1.0, prompt + answer / 2))),
-            share=share,
         )

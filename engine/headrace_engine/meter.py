@@ -10,7 +10,7 @@ nor vLLM; `headrace_engine.vllm.engine` feeds it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,11 +80,7 @@ class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
 
     step_time: StepTime = field(default_factory=StepTime)
-    """Fit of the steps that are booked, as if nothing else had run on the engine's cores."""
-    alone_s: Callable[[Sequence[float], float], float] = field(
-        default=lambda shape, seconds: seconds
-    )
-    """(shape, seconds) of a step -> the seconds that it would have taken alone."""
+    """Fit of the steps that are booked."""
     learns: bool = True
     """Whether `step_time` learns each step. False during the `rehearsal`, which chooses the steps
     to learn."""
@@ -167,9 +163,8 @@ class EngineMeter:
         """
         self.steps_total += 1
         self.prompt_tokens_total += step.prompt
-        shape, seconds = step[:-1], step.seconds
         if self.learns and learns:
-            self.step_time.observe(*shape, self.alone_s(shape, seconds))
+            self.step_time.observe(*step)
         for watcher in self.on_step:
             watcher(step)
 

@@ -14,11 +14,9 @@ lack of a prompt, `E` a mean::
 
 `wait` is that of M/G/n, one queue for n servers (Lee and Longton 1959), since each prompt goes
 to the engine with the shortest wait. ErlangC is the part of the prompts that find all n busy.
-A decode engine that computes prompts gives its streams the rest of its time. On one machine,
-another engine that computes prompts takes `share` of a decode engine's speed, as well. Then `token`
-is ``T(r) / (1 - share busy)`` in `disaggregated` and ``T(r) / (1 - (1 + share) busy)`` in
-`colocated`. A split is overloaded if an engine has more than a second of prompts a second, or if
-more requests would run than its KV cache holds. Caches are assumed to hit as often in every split.
+A decode engine that computes prompts gives its streams the rest of its time. A split is overloaded
+if an engine has more than a second of prompts a second, or if more requests would run than its KV
+cache holds. Caches are assumed to hit as often in every split.
 
 Pure: no Ray, no vLLM, no I/O.
 """
@@ -53,8 +51,6 @@ class TrafficLoad:
         move_s: seconds to bring a prompt's KV to the decode engine.
         steps: step times of a decode engine.
         most_running: maximum number of requests that its KV cache holds.
-        share: fraction of its speed that it loses while another engine of its machine computes
-            prompts.
     """
 
     rate: float
@@ -67,7 +63,6 @@ class TrafficLoad:
     move_s: float
     steps: StepTime
     most_running: int
-    share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +147,7 @@ def split(load: TrafficLoad, prefill: int, decode: int) -> EngineSplit:
     if is_disaggregated:
         mean_s, square, move_s = load.remote_s, load.remote_square, load.move_s
     busy = rate * mean_s
-    own = 0.0 if is_disaggregated else 1.0
-    taken = busy * (own + (load.share if prefill + decode > 1 else 0.0))
+    taken = 0.0 if is_disaggregated else busy
     ttft_s = token_s = full = math.inf
     if taken < 1.0:
         slower = 1.0 / (1.0 - taken)
@@ -252,7 +246,6 @@ def load_of(routers: Sequence[Mapping[str, Any]]) -> TrafficLoad | None:
     router = routers[0]
     engines = router["engines"]
     tokens = max(1.0, mean("prompt_tokens") + mean("answer_tokens") / 2)
-    same_machine = any(side.get("same_machine") for side in router["prefill"].values())
     return TrafficLoad(
         rate,
         mean("prompt_tokens"),
@@ -264,5 +257,4 @@ def load_of(routers: Sequence[Mapping[str, Any]]) -> TrafficLoad | None:
         mean("move_s"),
         StepTime.from_dict(router["step_times"]["decode"]),
         max(1, int(kv_tokens(engines, tokens) / tokens)),
-        router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0,
     )

@@ -71,7 +71,6 @@ def clusters(draw: st.DrawFn, targets: bool = True) -> Cluster:
             age_s=draw(st.sampled_from([0.0, 0.2, 3.0])),
             call_s=draw(fixed_s),
             handoff_s=draw(fixed_s),
-            share=draw(st.sampled_from([0.0, 0.3, 0.9])),
             held=draw(blocks),
             adapter_s=(adapter_s := draw(fixed_s)),
             reload_s=draw(st.sampled_from([0.0, adapter_s])),

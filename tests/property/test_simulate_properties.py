@@ -60,7 +60,6 @@ def hardware(
         decode=one,
         engines_per_node=per_node,
         mixed_nodes=mixed,
-        lost_share=0.3 if mixed else 0.0,
         store_bytes=store * block_bytes,
     )
 

@@ -31,7 +31,6 @@ class Engine:
     age_s: float = 0.0
     call_s: float = 0.02
     handoff_s: float = 0.005
-    share: float = 0.0
     held: int = 0
     adapter_s: float = 0.0
     reload_s: float = 0.0
@@ -71,7 +70,7 @@ class Cluster:
             view.set_steps(row, e.step)
             for name in ("prompts", "running", "context", "free_blocks", "drift"):
                 view.engines[row][name] = getattr(e, name)
-            for name in ("call_s", "handoff_s", "share"):
+            for name in ("call_s", "handoff_s"):
                 view.engines[row][name] = getattr(e, name)
             view.set_queue(row, e.queued_tokens, e.queued_pairs, self.now_s - e.age_s)
             if not e.usable:
@@ -176,9 +175,7 @@ class Naive:
             need = math.ceil(self.n / c.block_tokens) - cached // c.block_tokens
             full = 0 <= d.free_blocks < need
 
-            tokens, alone, load, pull = self.work(d)
-            busy = max((self.wait_s(p) for p in prefills if p.node == d.node), default=0.0)
-            compute = min(alone / (1 - d.share), alone + d.share * busy)
+            tokens, compute, load, pull = self.work(d)
             took = max(compute, load) + d.adapter_s
             steps = math.ceil(tokens / d.step_tokens)
             stall = r * max(0.0, took - steps * pace)
@@ -203,8 +200,6 @@ class Naive:
                 arrival += (fixed + byte * size if size else 0.0) + d.handoff_s
                 ttft = max(arrival, queue) + last
                 total = ttft + more + behind + last_behind
-                if p.node == d.node:
-                    total += r * d.share * compute
                 broken = 2 if full or (r > 0 and last > itl) else int(ttft > slo)
                 found.append(Priced(p.name, d.name, total, ttft, broken))
         return found

@@ -59,7 +59,6 @@ def snapshot(rate: float = 1.0) -> dict[str, Any]:
         "step_times": {"decode": default_steps().to_dict()},
         "engines": {"decode_blocks": 800, "block_tokens": 512},
         "prefill": {"p": {"same_machine": False}},
-        "fits": {"shared_cores": {"lost_share": 0.25}},
     }
 
 

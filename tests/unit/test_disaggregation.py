@@ -59,11 +59,6 @@ def test_streams_beside_prompts_get_the_rest_of_the_time() -> None:
     assert beside.token_s == pytest.approx(2 * alone.token_s, rel=0.1)
 
 
-def test_a_busy_engine_of_the_same_machine_takes_its_share() -> None:
-    here = split(load(share=0.5), 1, 1)
-    assert here.token_s == pytest.approx(0.02 / 0.75, rel=0.1)
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"rate": 2.1}, {"most_running": 3}, {"answer_tokens": 6_000.0}],
@@ -146,7 +141,6 @@ def status(requests: int, rate: float) -> list[dict[str, Any]]:
         "engines": {"decode_blocks": 10_000, "block_tokens": 16},
         "prefill": {"p": {"same_machine": False}},
         "step_times": {"decode": steps().to_dict()},
-        "fits": {"shared_cores": {"lost_share": 0.5}},
     }
     return [
         {"role": "prefill", "router": {}},

@@ -12,13 +12,12 @@ import pytest
 
 from headrace_engine.step_time import StepTime
 from headrace_lab.simulate.calibration import CalibrationError, calibrate_hardware
-from headrace_lab.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
+from headrace_lab.simulate.cluster_state import EnginePair
 from headrace_lab.simulate.hardware import (
     Engine,
     Hardware,
     curve_of,
     default_steps,
-    prefill_s,
     step_s,
 )
 from headrace_lab.simulate.html_report import chart
@@ -26,9 +25,7 @@ from headrace_lab.simulate.outcome import GoodputTargets, gap_percentile
 from headrace_lab.simulate.run import SimulationError, SimulationSettings, simulate
 from headrace_lab.simulate.state import ITL_BINS
 from headrace_lab.simulate.trace import (
-    Trace,
     TraceError,
-    Workload,
     parse_trace,
     read_trace,
     scale_trace,
@@ -168,7 +165,6 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
             "load_dram": {"fixed_s": 0.002, "each_s": 1e-9},
             "call": {"seconds": 0.01},
             "handoff": {"seconds": 0.02},
-            "shared_cores": {"lost_share": 0.25},
         },
         "engines": {
             "block_tokens": 128,
@@ -187,7 +183,7 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
     assert (found.block_tokens, found.kv_bytes_per_token) == (128, 23_040)
     assert (found.prefill.kv_blocks, found.decode.kv_blocks) == (300, 364)
     assert (found.decode.step_tokens, found.engines_per_node, found.mixed_nodes) == (2048, 2, True)
-    assert (found.handoff_s, found.lost_share) == (pytest.approx(0.03), 0.25)
+    assert found.handoff_s == pytest.approx(0.03)
     assert (found.store_bytes, found.store_fixed_s) == (1e9, 0.002)
     assert found.store_bytes_s == pytest.approx(1e9)
 
@@ -202,7 +198,7 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
         {"replicas": [{"router": {"fits": {}, "step_times": {"decode": {"state": [1]}}}}]},
         {"kv_blocks": 0},
         {"kv_blocks": "many"},
-        {"lost_share": 1.0},
+        {"handoff_s": -1.0},
         {"transfer": {"fixed_s": "soon", "each_s": 0}},
     ],
 )
@@ -246,33 +242,6 @@ def test_blocks_of_the_trace_must_be_those_of_the_engines() -> None:
     work = scale_trace(parse_trace(lines({})), 1.0, 10.0, seed=0)
     with pytest.raises(SimulationError, match="512 tokens, of the engines 128"):
         simulate(work, Hardware(block_tokens=128), 0, 1, lambda *_: EnginePair(None, 0))
-
-
-def test_a_decode_engine_is_slower_while_a_prefill_engine_of_its_node_computes() -> None:
-    """One request decodes; later another one's prompt is computed beside it, and ends."""
-    arrival_s = np.array([0.0, 1.0])
-    trace = Trace(
-        arrival_s=arrival_s,
-        prompt=np.array([1, 8000], np.int32),
-        output=np.array([400, 1], np.int32),
-        starts=np.zeros(3, np.int64),
-        keys=np.zeros(0, np.int32),
-        distinct=1,
-        tick_s=0.0,
-    )
-    work = Workload(trace, arrival_s, np.arange(2, dtype=np.int32), np.zeros(2, np.int64), 2.0, 1)
-
-    def split(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePair:
-        return EnginePair(None if request.prompt == 1 else 0, 1)
-
-    ends = []
-    for share, mixed in ((0.0, True), (0.5, False), (0.5, True)):
-        machine = Hardware(mixed_nodes=mixed, lost_share=share, engines_per_node=2)
-        req = simulate(work, machine, 1, 1, split, SimulationSettings(warm_share=0.0)).state.req
-        ends.append(float(req["end_s"][0]))
-    computed_s = prefill_s(Hardware().prefill.curve, 8000, 8000, 8192)
-    assert ends[1] == pytest.approx(ends[0])
-    assert ends[2] - ends[0] == pytest.approx(0.5 * computed_s, rel=0.05)
 
 
 def test_the_gap_percentile_is_right_to_2_percent() -> None:

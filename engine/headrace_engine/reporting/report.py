@@ -29,7 +29,6 @@ HEARD_S = 2.0
 Name = Annotated[str, Meta(max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
 Logarithm = Annotated[float, Meta(ge=-40.0, le=40.0)]
@@ -89,7 +88,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         heard: ids of the plans that arrived in the last `HEARD_S` seconds.
         call: overhead of a decode replica's prefill call. handoff: overhead from the return of the
             call to the first token, without transfer and step.
-        share: fraction of its speed that a decode replica loses while its node prefills.
         transfer: cost of pulling KV to a decode replica.
         loads: cost of loading from the node's store, by medium.
         policy: a decode replica's policy: `cost`, or the kind of plan that is forced.
@@ -121,7 +119,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     heard: Annotated[tuple[Name, ...], Meta(max_length=MAX_HEARD)] = ()
     call: Mean | None = None
     handoff: Mean | None = None
-    share: Share = 0.0
     transfer: Transfer | None = None
     loads: Annotated[dict[Medium, Load], Meta(max_length=4)] = {}
     policy: Literal["cost", "local", "remote"] = "cost"
@@ -167,8 +164,7 @@ def decode(data: bytes) -> Report:
 
 def _fractions(report: Report) -> Iterable[tuple[str, Iterable[float]]]:
     numbers: dict[str, Any] = {
-        name: [getattr(report, name)]
-        for name in ("token_bytes", "queued_pairs", "share", "adapter_load_s")
+        name: [getattr(report, name)] for name in ("token_bytes", "queued_pairs", "adapter_load_s")
     }
     for name in ("call", "handoff", "transfer"):
         numbers[name] = getattr(report, name) or ()

@@ -57,7 +57,7 @@ def calibrate_hardware(hardware: Hardware, document: Any) -> Hardware:
     for field in ("kv_bytes_per_token", "block_tokens", "engines_per_node"):
         if field in found:
             changes[field] = _whole(found, field)
-    for field in ("handoff_s", "lost_share", "store_bytes"):
+    for field in ("handoff_s", "store_bytes"):
         if field in found:
             changes[field] = _number(found, field)
     if isinstance(found.get("transfer"), Mapping):
@@ -105,9 +105,6 @@ def _from_status(document: Mapping[str, Any]) -> dict[str, Any]:
     waits = [cost[name] for cost in costs for name in ("call", "handoff") if name in cost]
     if waits:
         found["handoff_s"] = _mean(waits, "seconds") * len(waits) / len(costs)
-    shares = [cost["shared_cores"] for cost in costs if "shared_cores" in cost]
-    if shares:
-        found["lost_share"] = _mean(shares, "lost_share")
     for router in routers:
         if isinstance(router, dict) and isinstance(router.get("engines"), dict):
             found |= router["engines"]

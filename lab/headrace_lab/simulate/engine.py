@@ -72,37 +72,6 @@ def nudge(s: State, e: int, now: float) -> None:
 
 @inner
 def plan(s: State, e: int, now: float) -> None:
-    """Choose the next batch and the end of its stretch.
-
-    A prefill engine that begins or ends its work changes the speed of the decode engines of its
-    node, during their current steps.
-    """
-    was_idle = s.eng[e].wake_s == FAR
-    _plan(s, e, now)
-    is_idle = s.eng[e].wake_s == FAR
-    if s.limits.lost_share == 0.0 or e >= s.limits.prefills or was_idle == is_idle:
-        return
-    if _beside(s, s.eng[e].node, e):
-        return
-    slower = 1.0 / (1.0 - s.limits.lost_share)
-    for d in range(s.limits.prefills, len(s.eng)):
-        if s.eng[d].node == s.eng[e].node and s.eng[d].wake_s != FAR:
-            left_s = (s.eng[d].wake_s - now) * (slower if was_idle else 1.0 / slower)
-            s.eng[d].wake_s = now + left_s
-            s.eng[d].first_s = s.eng[d].wake_s - s.eng[d].begun_s
-
-
-@inner
-def _beside(s: State, node: int, but: int) -> bool:
-    """Return whether a prefill engine of a node computes, other than engine `but`."""
-    for p in range(s.limits.prefills):
-        if p != but and s.eng[p].node == node and s.eng[p].wake_s != FAR:
-            return True
-    return False
-
-
-@inner
-def _plan(s: State, e: int, now: float) -> None:
     eng = s.eng
     for n in range(eng[e].joins):
         append_row(s, e, s.joining[e, n])
@@ -127,10 +96,6 @@ def _plan(s: State, e: int, now: float) -> None:
         eng[e].steps = 1 if preempted else steps_until_change(s, e)
         eng[e].first_s = step_s(curve, 0, rows, context, 0.0)
         eng[e].more_s = curve.context_s * rows
-    if s.limits.lost_share > 0.0 and e >= s.limits.prefills:
-        eng[e].steps = 1  # single steps, since the speed may change at any time
-        if _beside(s, eng[e].node, -1):
-            eng[e].first_s /= 1.0 - s.limits.lost_share
     eng[e].wake_s = now + stretch_s(eng[e].first_s, eng[e].more_s, eng[e].steps)
 
 

@@ -149,8 +149,6 @@ class Hardware:
     engines_per_node: int = 8
     #: Whether each node has engines of both roles; otherwise all engines of a node have one role.
     mixed_nodes: bool = False
-    #: Part of its speed that a decode engine loses while a prefill engine of its node computes.
-    lost_share: float = 0.0
     link_bytes_s: float = 200e9
     inside_bytes_s: float = 300e9
     transfer_fixed_s: float = 0.005
@@ -168,8 +166,6 @@ class Hardware:
         for name in ("link_bytes_s", "inside_bytes_s", "store_bytes_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if not 0.0 <= self.lost_share < 1.0:
-            raise ValueError(f"lost_share must be from 0 to below 1, not {self.lost_share}")
         for name in ("transfer_fixed_s", "handoff_s", "store_bytes", "store_fixed_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")

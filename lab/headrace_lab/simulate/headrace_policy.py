@@ -103,7 +103,6 @@ class HeadracePolicy:
         view.engines["cold"] = False
         view.engines["call_s"] = 0.0
         view.engines["handoff_s"] = hardware.handoff_s
-        view.engines["share"][cluster.prefills :] = hardware.lost_share
         self._view = view
         return view
 

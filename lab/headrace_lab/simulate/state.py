@@ -165,7 +165,6 @@ class Limits(NamedTuple):
     inside_bytes_s: float
     transfer_fixed_s: float
     handoff_s: float
-    lost_share: float
     store: int
     store_bytes_s: float
     store_fixed_s: float
@@ -229,7 +228,6 @@ def new_state(work: Workload, hardware: Hardware, prefills: int, decodes: int) -
         inside_bytes_s=float(hardware.inside_bytes_s),
         transfer_fixed_s=float(hardware.transfer_fixed_s),
         handoff_s=float(hardware.handoff_s),
-        lost_share=float(hardware.lost_share),
         store=hardware.store_blocks,
         store_bytes_s=float(hardware.store_bytes_s),
         store_fixed_s=float(hardware.store_fixed_s),

@@ -74,10 +74,9 @@ def in_time(load: TrafficLoad, slo: Slo, prefill: int, decode: int) -> float:
 def _in_time(load: TrafficLoad, slo: Slo, prefill: int, decode: int, x: float) -> float:
     here, there = load.rate * x, load.rate * (1.0 - x)
     busy = here * load.local_s / decode
-    taken = busy + load.share * there * load.remote_s / max(prefill, 1)
-    if taken >= 1.0:
+    if busy >= 1.0:
         return 0.0
-    token_s, running = pace(load, load.rate / decode, 1.0 / (1.0 - taken))
+    token_s, running = pace(load, load.rate / decode, 1.0 / (1.0 - busy))
     if token_s == math.inf:
         return 0.0
     target_s = slo.ttft_s + slo.ttft_token_s * load.prompt_tokens - step_s(load, running)
@@ -88,13 +87,10 @@ def _in_time(load: TrafficLoad, slo: Slo, prefill: int, decode: int, x: float) -
             *(there, prefill, load.remote_s, load.remote_square, slack_s)
         )
     if here > 0.0:
-        slower = 1.0 / (1.0 - taken + busy)
-        good += x * _prompt_in_time(
-            *(here, decode, load.local_s * slower, load.local_square * slower**2, target_s)
-        )
+        good += x * _prompt_in_time(here, decode, load.local_s, load.local_square, target_s)
     steeper = step_s(load, running) / step_s(load, 1.0)
     full = _full(decode * running, decode * load.most_running, steeper)
-    return good * (1.0 - full) * (1.0 - _slow(load, slo, token_s, taken, here / decode))
+    return good * (1.0 - full) * (1.0 - _slow(load, slo, token_s, here / decode))
 
 
 def _prompt_in_time(
@@ -109,7 +105,7 @@ def _prompt_in_time(
     return 1.0 - waits * math.exp(-slack_s / max(wait_s, _STALLED))
 
 
-def _slow(load: TrafficLoad, slo: Slo, token_s: float, taken: float, here: float) -> float:
+def _slow(load: TrafficLoad, slo: Slo, token_s: float, here: float) -> float:
     """Return the share of answers that are slower than the target.
 
     Args:

@@ -28,15 +28,13 @@ def encode_metrics(router: Mapping[str, Any]) -> dict[str, float]:
     if not traffic.get("rate", 0.0) > 0.0:
         return {}
     steps = router["step_times"]["decode"]
-    same_machine = any(side.get("same_machine") for side in router["prefill"].values())
-    lost = router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0
     metrics = {f"{_TRAFFIC}{name}": float(value) for name, value in traffic.items()}
     metrics |= {f"{_STEPS}state.{n}": float(one) for n, one in enumerate(steps["state"])}
     metrics |= {f"{_STEPS}size.{n}": float(one) for n, one in enumerate(steps["padded_sizes"])}
     metrics |= {f"{_STEPS}{name}": float(steps[name]) for name in ("square", "samples")}
     length = traffic["prompt_tokens"] + traffic["answer_tokens"] / 2
     tokens = kv_tokens(router["engines"], length)
-    return {**metrics, "headrace.kv_tokens": tokens, "headrace.lost_share": float(lost)}
+    return {**metrics, "headrace.kv_tokens": tokens}
 
 
 def decode_metrics(metrics: Mapping[str, float]) -> dict[str, Any] | None:
@@ -61,8 +59,6 @@ def decode_metrics(metrics: Mapping[str, float]) -> dict[str, Any] | None:
                 }
             },
             "engines": {"decode_blocks": metrics["headrace.kv_tokens"], "block_tokens": 1},
-            "fits": {"shared_cores": {"lost_share": metrics["headrace.lost_share"]}},
-            "prefill": {"": {"same_machine": metrics["headrace.lost_share"] > 0.0}},
         }
         StepTime.from_dict(router["step_times"]["decode"])
     except (KeyError, ValueError):

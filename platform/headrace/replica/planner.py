@@ -90,7 +90,6 @@ class ReplicaPlanner:
         self._born_s = time.monotonic()
         self._unreadable_logged = False
         meter.on_cache_groups.append(router.set_cache_groups)
-        meter.alone_s = router.step_alone_s
         meter.on_step.append(self._on_step)
         meter.on_transfer.append(self._on_transfer)
         meter.on_load.append(self._on_load)

@@ -198,7 +198,6 @@ class Cluster:
         engine["cold"] = False  # only the decode replica knows whether it has called it before
         if report.role == "decode" and report.policy != view.settings.policy:
             view.settings = replace(view.settings, policy=report.policy)
-        engine["share"] = report.share
         if last is None:  # an engine that was never measured counts as just stale
             engine["measured_s"] = now_s - self._settings.remeasure_s
         if report.computed_s is not None:

@@ -6,11 +6,9 @@ the prior no longer matters. No I/O, no clocks, no locks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.router.decode_replica.shared_cores import SharedCores
 from headrace_engine.step_time import StepTime
 from headrace_kvstore.least_squares import LinearTime, RecursiveLeastSquares
 
@@ -77,8 +75,6 @@ class CostModels:
     call: OverheadModel = field(default_factory=lambda: OverheadModel(0.020, 0.050))
     #: Time from the call's return to the first token, without the transfer and the decode step.
     handoff: OverheadModel = field(default_factory=lambda: OverheadModel(0.005, 0.050))
-    #: Speed that the decode engine loses if it shares a machine with the prefill engine.
-    shared: SharedCores = field(default_factory=SharedCores)
     #: Count, bytes and seconds of the transfers that `transfer` learned from.
     transfers: dict[str, float] = field(
         default_factory=lambda: {"count": 0, "bytes": 0, "seconds": 0.0}
@@ -96,23 +92,12 @@ class CostModels:
             self.loads[medium] = transfer_time(*LOAD_STD_S)
         return self.loads[medium]
 
-    def step_alone_s(self, shape: Sequence[float], seconds: float, overlap: float) -> float:
-        """Return the seconds that a step of the decode engine would have taken alone.
-
-        Args:
-            shape: the arguments of `StepTime.seconds`.
-            overlap: part of the step during which a prefill engine of the machine had work.
-        """
-        self.shared.observe(overlap, self.decode_step.seconds(*shape), seconds)
-        return self.shared.alone_s(seconds, overlap)
-
     def report_fields(self) -> dict[str, Any]:
         """Return the models' fields of a replica's report (`headrace_engine.reporting`)."""
         moves = self.transfer
         return {
             "call": (self.call.seconds(), self.call.rms_error),
             "handoff": (self.handoff.seconds(), self.handoff.rms_error),
-            "share": self.shared.share,
             "transfer": (moves.fixed_s, moves.each_s, moves.rms_error),
             "loads": {
                 medium: (fit.fixed_s, fit.each_s)
@@ -130,5 +115,4 @@ class CostModels:
             **{f"load_{medium}": model.to_dict() for medium, model in self.loads.items()},
             "call": self.call.to_dict(),
             "handoff": self.handoff.to_dict(),
-            "shared_cores": self.shared.to_dict(),
         }

@@ -5,12 +5,9 @@ Work is reserved when a plan is made, not when the work starts, so the next plan
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from headrace_engine.step_time import StepTime
-
-_INTERVALS = 32
-"""Number of recent busy intervals that are kept; an engine step overlaps with one or two."""
 
 
 class EngineLoad:
@@ -21,8 +18,6 @@ class EngineLoad:
         self._running: dict[str, int] = {}
         self._tokens = self._pairs = 0
         self._head_since_s = 0.0
-        self._busy_since_s = 0.0
-        self._busy: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
 
     @property
     def waiting_tokens(self) -> int:
@@ -48,7 +43,7 @@ class EngineLoad:
         """
         self.release(request_id, now_s)
         if not self._waiting:
-            self._head_since_s = self._busy_since_s = now_s
+            self._head_since_s = now_s
         self._waiting[request_id] = tokens, pairs
         self._tokens += tokens
         self._pairs += pairs
@@ -66,8 +61,6 @@ class EngineLoad:
         self._pairs -= pairs
         if was_head:
             self._head_since_s = now_s
-        if not self._waiting:
-            self._busy.append((self._busy_since_s, now_s))
 
     def start(self, request_id: str, context: int = 0) -> None:
         """Record that the request decodes from now on, after ``context`` tokens."""
@@ -113,13 +106,6 @@ class EngineLoad:
             )
         )
         return everything, behind
-
-    def busy_share(self, seconds: float, now_s: float) -> float:
-        """Return the part of the last `seconds` during which prefills were outstanding, 0 to 1."""
-        spans = [*self._busy, *([(self._busy_since_s, now_s)] if self._waiting else [])]
-        began_s = now_s - seconds
-        busy_s = sum(max(0.0, min(now_s, end) - max(began_s, begin)) for begin, end in spans)
-        return min(1.0, busy_s / seconds) if seconds > 0.0 else 0.0
 
     def to_dict(self) -> dict[str, int]:
         return {

@@ -76,7 +76,7 @@ class ReplicaView:
         engine = view.engines[view.row(self._replica)]
         engine["running"] += coming[0]
         engine["context"] += coming[1]
-        engine["share"], engine["measured_s"] = costs.shared.share, measured_s
+        engine["measured_s"] = measured_s
         engine["handoff_s"] = costs.handoff.seconds()
         engine["handoff_error_s"] = costs.handoff.rms_error
         for removed in [name for name in view.names if name not in targets]:

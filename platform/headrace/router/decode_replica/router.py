@@ -12,7 +12,6 @@ waits.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -372,18 +371,6 @@ class Router:
             self.costs.prefill_step = fit
             if replica in self.targets:
                 self.targets[replica].steps = fit
-
-    def step_alone_s(self, shape: Sequence[float], seconds: float) -> float:
-        """Return the seconds that a step of the decode engine would have taken alone.
-
-        The decode engine's step times learn this value. ``shape`` holds the arguments of
-        ``StepTime.seconds``.
-        """
-        if not (self.costs.decode_step.samples and 0.0 < seconds < math.inf):
-            return seconds
-        now = self._clock()
-        overlap = max((t.load.busy_share(seconds, now) for t in self.targets.values()), default=0.0)
-        return self.costs.step_alone_s(shape, seconds, overlap)
 
     def local_step(self, prompt_tokens: int) -> None:
         """Record a step of the decode engine from which its step times have learned."""

@@ -38,7 +38,6 @@ ENGINE = np.dtype(
         ("handoff_error_s", "f8"),
         ("adapter_s", "f8"),  # seconds to load the request's LoRA adapter; 0 if it is loaded
         ("reload_s", "f8"),  # seconds to load again the adapter that this load evicts
-        ("share", "f8"),  # part of its speed that it loses beside a prefill on its node
         ("context_s", "f8"),  # this and the next two: `Prices` of its step times, beside the curve
         ("pair_s", "f8"),
         ("weight", "f8"),
@@ -65,13 +64,11 @@ REQUEST = np.dtype(
 COST = np.dtype(
     [
         ("arrival_s", "f8"),  # A_p
-        ("compute_s", "f8"),  # C_p
         ("queue_s", "f8"),  # Q
         ("handoff_s", "f8"),
         ("last_s", "f8"),  # T_d(1, r_d)
-        ("rest_s", "f8"),  # remote(p, d) without the maximum, T_d, share and behind_p
+        ("rest_s", "f8"),  # remote(p, d) without the maximum, T_d and behind_p
         ("behind_s", "f8"),  # behind_p(W_p)
-        ("slowed", "f8"),  # r_d share_d
         ("bytes", "f8"),  # KV bytes to move to d
         ("local_s", "f8"),
         ("local_ttft_s", "f8"),

@@ -2,10 +2,10 @@
 
 A pair costs (`placement.pricing`)
 
-    max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + behind_p + slowed(p, d)
+    max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + behind_p
 
-where ``slowed`` is 0 on two nodes and ``X`` depends on the bytes that ``d`` lacks, and on whether
-both engines are on one node. As no term is negative,
+where ``X`` depends on the bytes that ``d`` lacks, and on whether both engines are on one node. As
+no term is negative,
 
     max(A_p + behind_p + handoff_d + X(d), Q_d) + last_d + rest_d
 
@@ -174,7 +174,6 @@ def find_pairs(
             late = LATE if begins > ttft_s else 0
             if not late & ~allowed:
                 seconds = begins + cost.rest_s + costs[p].behind_s
-                seconds += cost.slowed * costs[p].compute_s
                 _keep(found, costs, seconds, p, d, cost.broken_remote | late)
             p = after[p]
         if nodes > 1:
@@ -231,15 +230,11 @@ def _detail(
     """Write one choice to `out` by part: `LOCAL_PARTS` or `REMOTE_PARTS`, then `TOTAL` etc."""
     p, d = found.prefill, found.decode
     engine, node = engines[d], engines[d].node
-    busy_s = 0.0
-    for i in range(len(engines)):
-        if engines[i].prefill and engines[i].node == node:
-            busy_s = max(busy_s, wait_s(engines[i], ask.now_s))
     cached = held_tokens(ask, engine.hbm, held)
     loaded = prefill_cost(ask, engine, curves, padded, d, cached, stores)
     queue = wait_s(engine, ask.now_s)
     pull, compute, load, stall, behind, last, more, last_behind = local_parts(
-        ask, engine, curves, padded, d, loaded, busy_s
+        ask, engine, curves, padded, d, loaded
     )
     out[CACHED] = out[CACHED_DECODE] = cached
     out[LOADED_RUNS] = out[LOADED_RUNS_DECODE] = loaded[4]
@@ -258,8 +253,7 @@ def _detail(
         out[6] = engine.handoff_s
         out[7] = max(0.0, queue - out[:7].sum())
         out[8] = last
-        slowed = engine.running * engine.share * out[3]
-        out[9] = more + (slowed if where == node else 0.0)
+        out[9] = more
         idle = idle_s(other, curves, padded, p)
         out[10] = behind_s(other, out[3] + out[4], idle) + last_behind
     out[TOTAL] = out[:TOTAL].sum()

@@ -8,7 +8,7 @@ later prompts in the queue wait::
     local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k z_d) + behind_d(W_d)
     remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d)
                    + behind_p(W_p) + behind_d(T_d(1, r_d))
-                   + r_d (max(0, T_d(1, r_d) - z_d) + share(p, d) C_p)
+                   + r_d max(0, T_d(1, r_d) - z_d)
     A_p          = call_p + Q_p + pull_p + W_p
     W            = max(C, L)
     behind(t)    = n max(0, t - T(0, r))
@@ -34,8 +34,6 @@ later prompts in the queue wait::
 - ``X``: seconds to move the KV of the blocks that ``d`` lacks, fitted for moves between nodes and
   within a node.
 - ``call``, ``handoff``: overheads of the prefill call, and from its return to the first token.
-- ``share(p, d)``: part of its speed that ``d`` loses while ``p`` computes; 0 on two nodes. ``C_d``
-  is also stretched while a prefill engine of its node has work.
 - ``r``: streams that will run when the engine begins with this prompt: the running ones, the ones
   whose prompts are ahead of it, and the ones whose KV will arrive from a prefill engine.
 - ``z``: step time that costs the streams nothing. With an ITL target, steps within the target are
@@ -263,15 +261,6 @@ def prefill_cost(
 
 
 @jit()
-def shared_s(work_s: float, share: float, busy_s: float) -> Any:
-    """Return the seconds of a computation that takes `work_s` alone.
-
-    Prefills beside it last `busy_s` and take `share` of its speed (`shared_cores`).
-    """
-    return min(work_s / (1.0 - share), work_s + share * busy_s)
-
-
-@jit()
 def kv_bytes(ask: Any, cached: int) -> Any:
     """Return the KV bytes of the blocks that an engine with `cached` tokens of the prompt lacks."""
     blocks = -(-ask.prompt_tokens // ask.block_tokens)
@@ -315,23 +304,19 @@ def behind_s(engine: Any, work_s: float, idle: float) -> Any:
 
 
 @jit()
-def local_parts(
-    ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any, busy_s: float
-) -> Any:
+def local_parts(ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any) -> Any:
     """Return the parts of local(d), and the figures of a step with one more request.
 
     Args:
         found: the result of `prefill_cost`.
-        busy_s: for how long prefill engines of the node have work.
 
     Returns:
         (pull, compute, load, stall, behind) of local(d), T_d(1, r_d), and the seconds that the
         running streams, and the later prompts, lose by that step.
     """
-    tokens, alone_s, load_s, pull, _ = found
+    tokens, compute, load_s, pull, _ = found
     rows = engine.running
     idle = idle_s(engine, curves, padded, i)
-    compute = shared_s(alone_s, engine.share, busy_s)
     load = max(0.0, load_s - compute) + engine.adapter_s
     steps = -(-tokens // engine.step_tokens)
     pace = max(idle, ask.itl_s) if ask.itl_s < np.inf else idle
@@ -349,14 +334,10 @@ def price_engines(ask: Any, engines: Any, curves: Any, padded: Any, held: Any, s
     """Return each engine's part of every choice (COST), [engines]."""
     count = len(engines)
     costs = np.zeros(count, COST)
-    busy_s = np.zeros(len(stores.loads))
     for i in range(count):
         engine = engines[i]
-        costs[i].queue_s = wait_s(engine, ask.now_s)
-        if engine.prefill:
-            busy_s[engine.node] = max(busy_s[engine.node], costs[i].queue_s)
-    for i in range(count):
-        engine, cost = engines[i], costs[i]
+        cost = costs[i]
+        cost.queue_s = wait_s(engine, ask.now_s)
         if not (engine.prefill or engine.decode):
             continue
         cost.node = engine.node
@@ -366,18 +347,15 @@ def price_engines(ask: Any, engines: Any, curves: Any, padded: Any, held: Any, s
         if engine.prefill:
             call, pull, compute, load = arrival_parts(engine, found)
             cost.arrival_s = call + cost.queue_s + pull + compute + load
-            cost.compute_s = compute
             cost.behind_s = behind_s(engine, compute + load, idle_s(engine, curves, padded, i))
         if engine.decode:
-            busy = busy_s[engine.node]
             pull, compute, load, stall, behind, last, more, last_behind = local_parts(
-                ask, engine, curves, padded, i, found, busy
+                ask, engine, curves, padded, i, found
             )
             rows = engine.running
             cost.handoff_s = engine.handoff_s
             cost.last_s = last
             cost.rest_s = more + last_behind
-            cost.slowed = rows * engine.share
             cost.bytes = kv_bytes(ask, cached)
             cost.local_ttft_s = cost.queue_s + pull + compute + load
             cost.local_s = cost.local_ttft_s + stall + behind
