@@ -168,7 +168,7 @@ def redeploy(app: App, number: int) -> str:
     served = app.served
     assert served is not None
     before = {each["replica_id"] for each in app.status()["replicas"]}
-    served.args["router"] = {"remeasure_s": 60 + number}
+    served.args["router"] = {"retry_max_s": 60 + number}
     served.deploy()
     deadline = time.monotonic() + 2 * BACK_S
     while before & {each["replica_id"] for each in app.status()["replicas"]}:

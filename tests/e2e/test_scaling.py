@@ -104,7 +104,7 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(
     order = client.put("/headrace/v1/router", json={"policy": "remote"})
     assert order.json() == {"policy": "remote", "replicas": 1}
     served.ask_for_keys()
-    served.args["router"] = {"remeasure_s": 90}
+    served.args["router"] = {"retry_max_s": 90}
     for role in ("prefill", "decode"):
         served.args[role]["replicas"] = 1
     with streams(served) as load:

@@ -21,6 +21,8 @@ RENAMED = {
 }
 """New paths of fields that have been renamed."""
 REMOVED = {
+    "router.remeasure_s": "it has been removed: an engine that has computed no prompt for 60 s is "
+    "tried once; remove the field",
     "speculation.save": "it has been removed: new replicas read what running ones share; after a "
     "restart of all of them, load corpora with `headrace corpus load`",
     "token_path": "it has been removed: requests always pass through the gateway (`relay`); remove "

@@ -175,13 +175,6 @@ class RouterSettings(Section):
         "prefill that would break it is done remotely, and one that keeps it costs them nothing. "
         "null: each second that a stream loses counts like a second of waiting.",
     )
-    remeasure_s: float = Field(
-        default=60,
-        gt=0,
-        description="Seconds after which an engine that has computed no prompt is tried once, to "
-        "measure it again.",
-    )
-
     timeout_floor_s: float = Field(
         default=1.0, gt=0, description="Minimum timeout of a remote prefill, in seconds."
     )
