@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from headrace.config.docs import section_of, table
 from headrace.config.schema import HeadraceConfig
 from scripts.generate.chart_values import Values
+from scripts.generate.configuration_page import section_of, table
 
 SET_BY_THE_CHART = {
     "gateway": (

@@ -62,7 +62,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "config",
         "config show",
         "config check",
-        "config docs",
         "config init",
     ],
 )

@@ -13,10 +13,10 @@ from headrace.config import (
     warnings,
 )
 from headrace.config.checks.engine_args import vllm_engine_args
-from headrace.config.docs import render
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
 from headrace.config.load import validate
 from headrace.config.renamed import RENAMED
+from scripts.generate.configuration_page import render
 
 ROOT = Path(__file__).parents[2]
 
@@ -424,7 +424,7 @@ def test_a_trusted_proxy_is_an_address(proxy: str) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
-    assert page == render(), "run: headrace config docs > docs/configuration.md"
+    assert page == render(), "run: make docs"
 
 
 @pytest.mark.parametrize("mode", ["static:0", "static:99999", "static:", "auto\n", "on"])

@@ -80,14 +80,6 @@ def config_check(
     stdout().print(f"{checked}: no mistakes found", markup=False)
 
 
-@config_app.command("docs")
-def config_docs() -> None:
-    """Print docs/configuration.md, which is generated from the schema."""
-    from headrace.config.docs import render
-
-    sys.stdout.write(render())
-
-
 def _masked(config: HeadraceConfig) -> dict[str, Any]:
     """Return a configuration as plain data, without its secrets."""
     data = config.model_dump()

@@ -16,7 +16,7 @@ from headrace.config.load import preset_names, preset_text
 from headrace.config.schema import HeadraceConfig
 
 HEADER = """\
-<!-- Written by `headrace config docs`; change the schema in platform/headrace/config/. -->
+<!-- Written by `make docs`; change the schema in platform/headrace/config/. -->
 # Configuration
 
 `headrace up -f config.yaml` reads one YAML file. Values come from four sources, and a later source
