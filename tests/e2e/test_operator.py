@@ -53,7 +53,7 @@ def test_a_plan_is_found_under_the_clients_id(app: App, way: str, chat: bool) ->
 
 
 @pytest.mark.parametrize("way", ["local", "remote"])
-def test_a_plan_says_in_hindsight_what_it_reached_and_cost(app: App, way: str) -> None:
+def test_a_plan_says_in_hindsight_what_it_reached(app: App, way: str) -> None:
     name = f"seen-{uuid.uuid4().hex}"
     prompt = noise(400, 6)
     with app.policy(way):

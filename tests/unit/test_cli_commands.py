@@ -73,7 +73,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 def test_the_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "-h")
-    for group in ("Run", "Look", "Models and KV", "Configure", "Tune", "Other packages"):
+    for group in ("Run", "Look", "Models and KV", "Configure", "Other packages"):
         assert f"─ {group} ─" in out
 
 
@@ -323,24 +323,6 @@ def test_config_show_masks_keys_and_loads_again(
 def test_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "version", "--json")
     assert {"headrace", "ray", "vllm", "nixl"} <= set(json.loads(out))
-
-
-def test_bench_outside_a_checkout_says_where_to_get_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if not _holds_benchmarks(p)])
-    for name in [m for m in sys.modules if m.split(".")[0] == "benchmarks"]:
-        monkeypatch.delitem(sys.modules, name)
-    code, _, err = run(capsys, "bench", "--quick")
-    assert code == 1
-    assert "clone the repository" in err
-    code, out, _ = run(capsys, "bench", "--help")
-    assert code == 0 and "checkout" in out
-
-
-def _holds_benchmarks(folder: str) -> bool:
-    return (Path(folder or ".") / "benchmarks").is_dir()
 
 
 def test_unexpected_errors_are_one_line_unless_debugging(

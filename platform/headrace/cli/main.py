@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The error of a command line that cannot be parsed, which Typer does not export."""
 RUN, LOOK, MODELS = "Run", "Look", "Models and KV"
-CONFIGURE, TUNE, MORE = "Configure", "Tune", "Other packages"
+CONFIGURE, MORE = "Configure", "Other packages"
 """Groups of commands in the help."""
 
 app = typer.Typer(
@@ -77,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line. The exit status is 0, 1 for a failure, or 2 for a wrong request."""
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--debug" in arguments and "bench" not in arguments:
+    if "--debug" in arguments:
         debug = True
         arguments = [a for a in arguments if a != "--debug"]
     parser = parser_of(app)
@@ -314,29 +312,6 @@ def demo(
 
 
 app.command(rich_help_panel=RUN)(doctor)
-
-
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-    rich_help_panel=TUNE,
-)
-def bench(context: typer.Context) -> None:
-    """Compare Headrace with plain vLLM and with Ray's own prefill/decode app.
-
-    Needs a checkout of the repository.
-    """
-    sys.path.insert(0, os.getcwd())
-    if find_spec("benchmarks") is None or find_spec("benchmarks.serving") is None:
-        if {"-h", "--help"} & {*context.args}:
-            print(f"{context.command.help}\n\nOptions: run this in the root of a checkout.")
-            return
-        raise CliError(
-            "the benchmarks are not installed with the package; clone the repository and run this "
-            "in its root"
-        )
-    done = subprocess.run([sys.executable, "-m", "benchmarks.serving", *context.args], check=False)
-    raise typer.Exit(done.returncode)
 
 
 @app.command(rich_help_panel=CONFIGURE)
