@@ -12,6 +12,7 @@ from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors
 from headrace.gateway.ingress import limits
 from headrace.gateway.ingress.body_budget import BodyBudget, BodyReservation
+from headrace.gateway.relay.call import Call
 from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace_decode.http.event_loop import run_then_rest
 
