@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.configure.difference import differences
 from headrace.config import ConfigError, load_config, to_app_args
 from headrace.config.load import validate
 
@@ -183,9 +182,3 @@ def test_one_model_can_have_aliases_too() -> None:
     found = problems(gateway={"aliases": {"gpt": "smollm2-135m-instuct"}})
     assert 'did you mean "smollm2-135m-instruct"?' in found[0]
     config(gateway={"aliases": {"gpt": "smollm2-135m-instruct"}})
-
-
-def test_the_difference_names_only_what_a_model_sets_itself() -> None:
-    made = config(models={"a": None, "b": {"decode": {"replicas": 2}}}, decode={"threads": 2})
-    found = {one.field: one.value for one in differences(made.model_dump())}
-    assert found == {"decode.threads": 2, "models.b.decode.replicas": 2}

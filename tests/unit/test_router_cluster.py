@@ -13,12 +13,12 @@ from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.cluster import BOOKING_TIMEOUT_S, Cluster, Prompt
 from headrace.router.placement.request import NoDecodeReplicaError
 from headrace.router.plan import RouterSettings
-from headrace.simulate.hardware import default_steps
 from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.reporting.report import Report
 from headrace_engine.step_time import StepTime
 from headrace_kvstore.lookup.availability import AvailableRun
+from headrace_lab.simulate.hardware import default_steps
 
 BLOCK = 16
 KEYS = np.arange(1, 41, dtype=np.uint64)
