@@ -99,7 +99,10 @@ def test_each_model_scales_by_itself() -> None:
         ({"gateway": {}}, "models.a.gateway: unknown field"),
         ({"decode": 5}, "models.a.decode: must be a section with fields, got 5"),
         (5, "models.a: must be a section with fields, got 5"),
-        ({"decode": {"gpus": 2}}, "models.a.decode.gpus: is 2, but engine.tensor_parallel_size 1"),
+        (
+            {"decode": {"gpus": 2}},
+            "models.a.decode.gpus: is 2, but engine.tensor_parallel_size is 1",
+        ),
         ({"prefill": {"engine": {"dtype": "half"}}}, "models.a.decode.engine.dtype: is not set"),
         ({"router": {"placement": "cots"}}, "models.a.router.placement: must be one of"),
         ({"decode": {"env": {"OMP_NUM_THREADS": 1}}}, "models.a.decode.env.OMP_NUM_THREADS: set"),
