@@ -113,8 +113,9 @@ class StoreClient:
         """Remove objects; those that are not there are no error."""
         try:
             self._store.delete(builtins.list(names))
-        except FileNotFoundError:
-            return
+        except FileNotFoundError:  # a folder stops at the first one that is missing
+            for name in names if len(names) > 1 else ():
+                self.delete([name])
         except Exception as error:
             raise named(error) from error
 
