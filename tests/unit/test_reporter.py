@@ -127,7 +127,7 @@ async def test_later_facts_go_before_earlier_ones_and_failures_do_not_end_it() -
 
 async def test_a_fact_that_cannot_be_is_not_reported() -> None:
     line: Any = Line()
-    reporter = listened(line, lambda: {"share": 2.0})
+    reporter = listened(line, lambda: {"running": -1})
     assert (line.reports, reporter.failures) == ([], 1)
     reporter.close()
 
