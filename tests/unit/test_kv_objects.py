@@ -366,9 +366,6 @@ def test_the_client_names_what_is_missing(url: str, tmp_path: object) -> None:
     client.delete(["a/b", "a/c", "ab/c"])
     assert list(client.list()) == []
     client.delete(["a/c"])
-    assert client.create("a/b", memoryview(b"1")) is True
-    assert client.create("a/b", memoryview(b"2")) is False
-    assert bytes(client.get("a/b", 0, 9)) == b"1"
 
 
 @pytest.mark.parametrize(
