@@ -123,6 +123,7 @@ def test_a_stream_whose_gateway_was_killed_is_resumed_and_kept(
     from headrace.client import ResumingTransport
 
     first = client.responses.create(input=TURNS[0], **SHORT)
+    before = gateway_pid(app)
     http = httpx.Client(transport=ResumingTransport(), timeout=120)
     with openai.OpenAI(
         base_url=f"{app.url}/v1", api_key="none", max_retries=0, http_client=http
@@ -138,9 +139,10 @@ def test_a_stream_whose_gateway_was_killed_is_resumed_and_kept(
             if hasattr(event, "response"):
                 ids.add(event.response.id)
             if number == 10 and not killed:
-                os.kill(gateway_pid(app), signal.SIGKILL)
+                os.kill(before, signal.SIGKILL)
                 killed = True
                 time.sleep(0.1)
         assert killed and len(ids) == 1
+    until(lambda: gateway_pid(app) != before, 120, "another gateway")
     kept = client.responses.retrieve(ids.pop())
     assert kept.output_text == event.response.output_text  # type: ignore[union-attr]
