@@ -43,7 +43,9 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodNetwork]:
     if os.geteuid() != 0 or not can_make_networks():
         pytest.skip("no networks can be made here: it takes root, unshare, nsenter and ip")
     with pytest.MonkeyPatch.context() as patch:
-        command = [sys.executable, "-c", SERVER, *map(str, PORTS)]
+        # A pod has a /tmp of its own: an environment that lies there is not seen in it.
+        python = os.path.realpath(sys.executable)
+        command = [python, "-c", SERVER, *map(str, PORTS)]
         patch.setattr(pod_network, "ray_start", lambda group, head: command)
         made = PodNetwork(objects(preset("laptop")), {"model": tmp_path_factory.mktemp("model")})
         try:

@@ -142,7 +142,7 @@ class Pod:
         ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         url = f"http://{self.address}:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
         ask = f"import urllib.request as r; r.urlopen({url!r}, timeout=5)"
-        return self.run([sys.executable, "-c", ask]).returncode == 0
+        return self.run([os.path.realpath(sys.executable), "-c", ask]).returncode == 0
 
     def terminate(self, grace_s: float) -> None:
         """End the pod as the kubelet does: SIGTERM to its first process, SIGKILL after a time."""
