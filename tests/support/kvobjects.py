@@ -60,6 +60,7 @@ class FakeStore(StoreClient):
         self._maybe_fail("put")
         self.puts += 1
         self.objects[name] = bytes(data)
+        self.modified[name] = time.time()
 
     def delete(self, names: Sequence[str]) -> None:
         self._maybe_fail("delete")
