@@ -265,7 +265,8 @@ def _relay(
     setup: ProcessSetup,
 ) -> Application:
     from headrace.gateway.conversations.setup import StateSetup
-    from headrace.gateway.deployment import GatewayServer, ModelDeployments
+    from headrace.gateway.deployment import GatewayServer
+    from headrace.gateway.serve_backend.model_backend import ModelDeployments
 
     given = deployed[0].model.pd.ingress_deployment_config or {}
     tied = bool(section.gateway.resources)

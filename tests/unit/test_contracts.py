@@ -113,7 +113,7 @@ def test_builders_take_a_deployment_class_and_what_is_bound_to_it() -> None:
 
 
 def test_a_handle_reaches_every_replica() -> None:
-    mend = "platform/headrace/gateway/deployment.py"
+    mend = "platform/headrace/gateway/serve_backend/replica_calls.py"
     assert_takes("ray.serve.handle:DeploymentHandle.broadcast", mend, "method_name", "args")
     response = find("ray.serve.handle:DeploymentBroadcastResponse", mend)
     wanted = {"timeout_s", "return_exceptions"}

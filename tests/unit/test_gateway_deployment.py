@@ -15,13 +15,11 @@ from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import deployment
 from headrace.gateway.conversations.setup import folder_of
-from headrace.gateway.deployment import (
-    Gateways,
-    ModelDeployments,
-    ServeBackend,
-    ServeLifespanFilter,
-    ServeModelBackend,
-)
+from headrace.gateway.deployment import ServeLifespanFilter
+from headrace.gateway.serve_backend import model_backend
+from headrace.gateway.serve_backend.app_backend import GRAFANA_VARIABLE, ServeBackend
+from headrace.gateway.serve_backend.gateways import Gateways
+from headrace.gateway.serve_backend.model_backend import ModelDeployments, ServeModelBackend
 from headrace.observability import metrics
 from headrace.router.plan import RouterSettings
 from headrace_engine.serving.model_values import prefix
@@ -68,8 +66,8 @@ def cluster_values(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     kept: dict[str, bytes] = {}
     context = SimpleNamespace(app_name="app")
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(deployment, "read_cluster_value", kept.get)
-    monkeypatch.setattr(deployment, "write_cluster_value", kept.__setitem__)
+    monkeypatch.setattr(model_backend, "read_cluster_value", kept.get)
+    monkeypatch.setattr(model_backend, "write_cluster_value", kept.__setitem__)
     return kept
 
 
@@ -141,7 +139,7 @@ async def test_an_order_that_cannot_be_kept_reaches_the_replicas_that_are_there(
     def broken(*_: Any) -> None:
         raise ConnectionError("no GCS")
 
-    monkeypatch.setattr(deployment, "read_cluster_value", broken)
+    monkeypatch.setattr(model_backend, "read_cluster_value", broken)
     handle = Handle([{}])
     assert await backend(handle).set_policy("local") == 1
 
@@ -237,7 +235,7 @@ class TestStatus:
         }
         app = SimpleNamespace(deployments=deployments)
         monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
-        monkeypatch.setenv(deployment.GRAFANA_VARIABLE, "https://grafana.example")
+        monkeypatch.setenv(GRAFANA_VARIABLE, "https://grafana.example")
         gateways = Gateways()
         gateways._handle = Handle(  # type: ignore[assignment]
             [("a", {"only": {"shop": 2.0, "bank": 1.0}}), ("b", {"only": {"shop": 0.5}})]  # type: ignore[list-item]

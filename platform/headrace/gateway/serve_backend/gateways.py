@@ -1,0 +1,23 @@
+"""Calls to the gateways of the app."""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from headrace.gateway.serve_backend.replica_calls import broadcast
+
+
+class Gateways:
+    """The app's gateways, asked over Serve's handle of their deployment."""
+
+    def __init__(self) -> None:
+        self._handle: DeploymentHandle | None = None
+
+    async def admitted(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return the seconds of engine time that tenants have had: by gateway, also this one, then
+        by model, then by tenant."""
+        if self._handle is None:
+            context = serve.get_replica_context()
+            self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        return dict(await broadcast(self._handle, "headrace_admitted"))
