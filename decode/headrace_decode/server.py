@@ -13,7 +13,7 @@ import contextvars
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from headrace_decode.warmup.prefill_calibration import (
     measure_remote_prefill,
 )
 from headrace_decode.warmup.prompt_warmup import warm_prompts
-from headrace_decode.wiring import DecodeWiring, Listener
+from headrace_decode.wiring import DecodeWiring
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
 from headrace_engine.loop_stall import LoopStall
@@ -103,9 +103,6 @@ class DecodeServer(PDDecodeServer):
         )
         self._applied_overrides = AppliedOverrides()
         self._prefills = prefill_server
-        self._listener: Listener | None = None
-        self._port: InFlight | None = None
-        self._reporting: ReplicaReporting | None = None
         self._token = secrets.token_urlsafe(32)
         self._kind: KvKind | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -165,16 +162,6 @@ class DecodeServer(PDDecodeServer):
     ) -> None:
         """Start a task that lives as long as this replica."""
         self._tasks.append(supervise(work, name, restarts=restarts))
-
-    # Orchestration happens below vLLM's OpenAI layer, so both methods are the plain server's.
-
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
-        return await LLMServer.chat(self, request, raw_request_info)
-
-    async def completions(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
-        return await LLMServer.completions(self, request, raw_request_info)
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Build vLLM's application with only the public routes and the `apis` layer."""
@@ -328,25 +315,20 @@ class DecodeServer(PDDecodeServer):
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the replica's demand, for `headrace.autoscaling`, and its ongoing requests for
-        Serve.
-
-        The ongoing requests are only returned if they come over a port that Serve does not see.
-        """
-        ongoing = {} if self._port is None else ongoing_requests(self._port.count)
-        return {**self._planner.demand(), **ongoing}
+        Serve, which does not see its port."""
+        return {**self._planner.demand(), **ongoing_requests(self._port.count)}
 
     async def headrace_replica(self) -> dict[str, Any]:
         """Return the facts by which gateways choose and call this replica.
 
         These are its load, its report stream, its routes, its techniques and its port's token.
         """
-        endpoint = {} if self._reporting is None else self._reporting.info()
         own = {
             "routes": self._routes,
             "token": self._token,
             "techniques": self.engine.llm.offered_techniques,
         }
-        return {**self._load(), **endpoint, **own}
+        return {**self._load(), **self._reporting.info(), **own}
 
     def _load(self) -> dict[str, Any]:
         """Return the URL at which this replica listens, and its load.
@@ -355,11 +337,11 @@ class DecodeServer(PDDecodeServer):
         Serve notices the death only after several health checks.
         """
         meter = self.engine.meter
-        port = self._listener.port if self._listener and not self.engine.llm.errored else None
+        url = base_url(get_node_ip_address(), self._listener.port)
         return {
             "replica_id": serve.get_replica_context().replica_id.unique_id,
-            "url": base_url(get_node_ip_address(), port) if port else None,
-            "in_flight": self._port.count if self._port else 0,
+            "url": None if self.engine.llm.errored else url,
+            "in_flight": self._port.count,
             "running": meter.running,
             "waiting": meter.waiting,
             "kv_usage": round(meter.kv_usage, 4),

@@ -81,7 +81,7 @@ class PrefillServer(PDPrefillServer):
         setup: called once in the replica before the engine starts (logging, tracing).
         store: the deployment that keeps the machines' StoreNodes; None without a store.
         fallback: how it answers clients while no decode replica can; None if it never does.
-        adapters: the app's LoRA adapters; None if it has none, or if Ray loads them.
+        adapters: the app's LoRA adapters; None if it has none.
         export_left_out: exports the parts that the engine runs without as a metric.
     """
 

@@ -198,11 +198,9 @@ async def test_a_cluster_that_does_not_answer_changes_no_order() -> None:
     await DecodeServer._apply_overrides(server)
 
 
-async def test_serve_is_told_the_requests_of_the_own_port_and_nothing_where_there_is_none() -> None:
+async def test_serve_is_told_the_requests_of_the_own_port() -> None:
     port = SimpleNamespace(count=7)
     planner = SimpleNamespace(demand=lambda: {"came": 3.0})
-    count = DecodeServer.record_autoscaling_stats
     server: Any = SimpleNamespace(_port=port, _planner=planner)
+    count = DecodeServer.record_autoscaling_stats
     assert await count(server) == {RUNNING_REQUESTS_KEY: 7, "came": 3.0}
-    server = SimpleNamespace(_port=None, _planner=planner)
-    assert await count(server) == {"came": 3.0}

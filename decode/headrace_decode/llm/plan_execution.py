@@ -49,7 +49,7 @@ class PlanExecution:
     meter: EngineMeter
     admission: PrefillAdmission
     adapters: Callable[[], AdapterRegistry | None] = lambda: None
-    """Returns the adapters of this replica; None if it has none, or if Ray loads them."""
+    """Returns the adapters of this replica; None if it has none."""
 
     def work(
         self,

@@ -103,7 +103,7 @@ class PlannedLLM(ResumableLLM):
     """
 
     adapters: AdapterRegistry | None = None
-    """The adapters of this replica; None if it has none, or if Ray loads them."""
+    """The adapters of this replica; None if it has none."""
 
     def __init__(
         self,

@@ -31,8 +31,7 @@ class AppModel:
         key: its name in `models`; empty if it is the app's only one.
         pd: its engines, with the app's ingress.
         section: its own sections.
-        adapters: its LoRA adapters, which its replicas load; None without any, or if Ray loads
-            them.
+        adapters: its LoRA adapters, which its replicas load; None without any.
     """
 
     key: str
