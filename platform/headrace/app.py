@@ -21,7 +21,7 @@ from headrace.config.integrity import IntegritySection
 from headrace.config.load import validate
 from headrace.deploy.app_models import AppModel, app_models
 from headrace.deploy.blending import add_blending
-from headrace.deploy.drop_in import refusals
+from headrace.deploy.drop_in import may_be_none, refusals
 from headrace.deploy.sparse_attention import add_sparse_attention
 from headrace.deploy.speculative_decoding import (
     add_speculative_decoding,
@@ -243,14 +243,6 @@ def _is_grouped(config: Any) -> bool:
     return bool(config.engine_kwargs.get("data_parallel_size", 1) > 1)
 
 
-def _may_be_zero(config: Any) -> bool:
-    """Whether Serve may stop every replica of a role."""
-    scaling = (config.deployment_config or {}).get("autoscaling_config") or {}
-    if not isinstance(scaling, dict):
-        scaling = scaling.model_dump()
-    return scaling.get("min_replicas", 1) == 0
-
-
 def _options(config: Any, name: str, drain_s: float) -> dict[str, Any]:
     """Return a deployment's options, without those that the user has set."""
     options = {**drain_options(drain_s), "request_router_config": routed_as(name)}
@@ -294,8 +286,10 @@ def _relay(
                     each.model.section.router.to_settings(),
                     each.model.key,
                     each.model.adapters,
-                    _may_be_zero(each.model.pd.prefill_config)
-                    and _may_be_zero(each.model.pd.decode_config),
+                    all(
+                        may_be_none(role.deployment_config)
+                        for role in (each.model.pd.prefill_config, each.model.pd.decode_config)
+                    ),
                 )
                 for each in deployed
             ],

@@ -35,7 +35,7 @@ def refusals(pd: Any, *, own_port: bool = True, key: str = "") -> list[str]:
 def _refusals(pd: Any, *, own_port: bool) -> list[str]:
     wrong: list[str] = []
     prefill: Mapping[str, Any] = pd.prefill_config.deployment_config
-    if _may_be_none(prefill) and not _starts_again(prefill):
+    if may_be_none(prefill) and not _starts_again(prefill):
         wrong.append(
             "prefill_config.deployment_config.autoscaling_config.min_replicas: nothing starts a "
             "prefill replica again once there is none, since decode replicas then prefill by "
@@ -48,33 +48,6 @@ def _refusals(pd: Any, *, own_port: bool) -> list[str]:
             "ingress_cls_config: no such class is in a request's way, which leads from a gateway "
             "to a replica; remove it"
         )
-    wrong += _with_a_gateway(pd)
-    if own_port and _may_be_none(pd.ingress_deployment_config or {}):
-        wrong.append(
-            "ingress_deployment_config.autoscaling_config.min_replicas: without a gateway "
-            "no process listens at headrace.gateway.port; set at least 1"
-        )
-    return wrong
-
-
-def _may_be_none(deployment: Mapping[str, Any]) -> bool:
-    """Whether autoscaling may stop all replicas of a deployment."""
-    scaling = deployment.get("autoscaling_config") or {}
-    if isinstance(scaling, Mapping):
-        return bool(scaling.get("min_replicas", 1) == 0)
-    return bool(scaling.min_replicas == 0)
-
-
-def _starts_again(deployment: Mapping[str, Any]) -> bool:
-    """Whether the autoscaling policy is ours, which starts the first prefill replica, too."""
-    scaling = deployment.get("autoscaling_config") or {}
-    policy = scaling.get("policy") if isinstance(scaling, Mapping) else scaling.policy
-    name = policy.get("policy_function") if isinstance(policy, Mapping) else None
-    return bool((name or getattr(policy, "policy_function", None)) == POLICY)
-
-
-def _with_a_gateway(pd: Any) -> list[str]:
-    wrong = []
     decode: Mapping[str, Any] = pd.decode_config.deployment_config
     if "request_router_config" in decode:
         wrong.append(
@@ -92,4 +65,25 @@ def _with_a_gateway(pd: Any) -> list[str]:
                 f"{name}_config.runtime_env.env_vars.{API_KEY}: the gateway checks keys; remove it "
                 "and set headrace.gateway.api_keys or api_keys_file"
             )
+    if own_port and may_be_none(pd.ingress_deployment_config or {}):
+        wrong.append(
+            "ingress_deployment_config.autoscaling_config.min_replicas: without a gateway "
+            "no process listens at headrace.gateway.port; set at least 1"
+        )
     return wrong
+
+
+def may_be_none(deployment: Mapping[str, Any]) -> bool:
+    """Whether autoscaling may stop all replicas of a deployment."""
+    scaling = deployment.get("autoscaling_config") or {}
+    if isinstance(scaling, Mapping):
+        return bool(scaling.get("min_replicas", 1) == 0)
+    return bool(scaling.min_replicas == 0)
+
+
+def _starts_again(deployment: Mapping[str, Any]) -> bool:
+    """Whether the autoscaling policy is ours, which starts the first prefill replica, too."""
+    scaling = deployment.get("autoscaling_config") or {}
+    policy = scaling.get("policy") if isinstance(scaling, Mapping) else scaling.policy
+    name = policy.get("policy_function") if isinstance(policy, Mapping) else None
+    return bool((name or getattr(policy, "policy_function", None)) == POLICY)
