@@ -235,21 +235,6 @@ class Admin:
                 prompts.append(await backend.warm(body, salt, request.pin))
         return _json({"prompts": prompts})
 
-    def model(self, listing: bytes, model_id: str) -> bytes:
-        """Return one model of a replica's list of models.
-
-        Raises:
-            ApiError: 404 when the list does not have it.
-        """
-        try:
-            models = msgspec.json.decode(listing)["data"]
-            found = [model for model in models if model["id"] == model_id]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            found = []
-        if not found:
-            raise errors.model_not_found(model_id)
-        return _json(found[0])
-
     async def _index(self, models: ModelTable) -> Answer:
         operations = own_operations(self._settings, has_adapters=self._has_adapters)
         paths = {operation.path for operation in operations}

@@ -21,7 +21,7 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.routes import ConversationRoutes
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
-from headrace.gateway.models.model_list import ModelList
+from headrace.gateway.models.model_list import ModelList, listed_cards
 from headrace.gateway.models.model_table import ModelTable
 from headrace.gateway.openapi import METRICS, MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relayed_routes import RelayedRoutes
@@ -228,17 +228,18 @@ class BuiltinRoutes:
         wanted = context.path[len(MODELS) + 1 :]
         if self._lists_models(context):
             cards = await self._model_list.cards(context.call, context.caller.models)
-            body = self._admin.model(msgspec.json.encode({"data": cards}), wanted)
-            await context.answer(200, body, JSON_TYPE)
-            return
-        context.call.method, context.call.target = "GET", MODELS
-        (model,) = self._models
-        answer = await model.fetcher.fetch(context.call)
-        answer.close()
-        if answer.reply.status != 200:  # pass on the replica's own error
-            headers = dict(answer.reply.headers)
-            kind = headers.get(b"content-type", b"application/json")
-            await context.answer(answer.reply.status, answer.body, (b"content-type", kind))
-            return
-        body = self._admin.model(answer.body, wanted)
-        await context.answer(200, body, JSON_TYPE)
+        else:
+            context.call.method, context.call.target = "GET", MODELS
+            (model,) = self._models
+            answer = await model.fetcher.fetch(context.call)
+            answer.close()
+            if answer.reply.status != 200:  # pass on the replica's own error
+                headers = dict(answer.reply.headers)
+                kind = headers.get(b"content-type", b"application/json")
+                await context.answer(answer.reply.status, answer.body, (b"content-type", kind))
+                return
+            cards = listed_cards(answer.body)
+        card = next((card for card in cards if card["id"] == wanted), None)
+        if card is None:
+            raise errors.model_not_found(wanted)
+        await context.answer(200, msgspec.json.encode(card), JSON_TYPE)

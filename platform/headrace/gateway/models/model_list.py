@@ -64,10 +64,9 @@ class ModelList:
                 async with asyncio.timeout(LIST_TIMEOUT_S):
                     answer = await model.fetcher.fetch(question)
                 answer.close()
-                if answer.reply.status == 200:
-                    cards = msgspec.json.decode(answer.body)["data"]
-                    return [dict(card) for card in cards if isinstance(card["id"], str)]
-            except (TimeoutError, ApiError, msgspec.DecodeError, KeyError, TypeError) as error:
+                if answer.reply.status == 200 and (cards := listed_cards(answer.body)):
+                    return cards
+            except (TimeoutError, ApiError) as error:
                 logger.debug("no list of models from a replica of %s: %r", model.model_id, error)
         base, names = model.model_id, self._models.names.adapters
         if base in names.models:
@@ -77,3 +76,12 @@ class ModelList:
 
     def _card(self, name: str) -> Card:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
+
+
+def listed_cards(listing: bytes) -> list[Card]:
+    """Return the descriptions in a replica's list of models; empty if it is no such list."""
+    try:
+        cards = msgspec.json.decode(listing)["data"]
+        return [dict(card) for card in cards if isinstance(card["id"], str)]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return []
