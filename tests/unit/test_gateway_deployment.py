@@ -220,6 +220,19 @@ def test_the_app_leaves_nothing_when_it_is_deleted(
     assert folder.exists() is not is_deleted
 
 
+async def test_the_queues_of_all_models_share_an_answer_of_the_gateways(
+    cluster_values: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"), app_name="app")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: me)
+    handle, gateways = Handle([("a", {}), ("b", {"x": {"shop": 1.0}, "y": {}})]), Gateways()  # type: ignore[list-item]
+    gateways._handle = handle  # type: ignore[assignment]
+    x, y = (backend(Handle([]), group=name, gateways=gateways) for name in "xy")
+    assert await x.admitted() == {"b": {"shop": 1.0}}
+    assert await y.admitted() == {"b": {}}
+    assert handle.told == [("headrace_admitted",)]
+
+
 class TestStatus:
     """What the status says beside the replicas' own documents."""
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from time import monotonic
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +32,7 @@ from headrace.gateway.openapi import (
 )
 from headrace.gateway.route_table import RouteTable
 from headrace.observability.health import assess
+from headrace.recent import Recent
 from headrace_kvstore.identity.salts import tenant_salt
 
 logger = logging.getLogger("headrace.gateway")
@@ -62,20 +62,6 @@ def headrace_version() -> str:
 
 def _json(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=str)
-
-
-class _Recent:
-    """A document that is made at most once in `RECENT_S`, for any number of clients."""
-
-    def __init__(self, make: Document) -> None:
-        self._make = make
-        self._made: tuple[float, asyncio.Future[Answer]] | None = None
-
-    async def __call__(self, models: ModelTable) -> Answer:
-        """Return the document, which is at most `RECENT_S` old."""
-        if self._made is None or monotonic() - self._made[0] > RECENT_S:
-            self._made = monotonic(), asyncio.ensure_future(self._make(models))
-        return await asyncio.shield(self._made[1])
 
 
 class GatewayState(Protocol):
@@ -127,12 +113,12 @@ class Admin:
             "/": self._index,
             "/health": self._health,
             "/version": self._get_version,
-            METRICS: _Recent(self._metrics),
+            METRICS: Recent(self._metrics, RECENT_S),
             "/openapi.json": self._openapi,
             "/headrace/v1/status": self._status,
-            CONSOLE_STATE: _Recent(self._status),
-            REQUESTS: _Recent(self._requests),
-            HISTORY: _Recent(self._history),
+            CONSOLE_STATE: Recent(self._status, RECENT_S),
+            REQUESTS: Recent(self._requests, RECENT_S),
+            HISTORY: Recent(self._history, RECENT_S),
         }
 
     def find(self, path: str) -> Document | None:

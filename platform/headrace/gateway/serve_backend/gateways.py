@@ -6,6 +6,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from headrace.gateway.serve_backend.replica_calls import broadcast
+from headrace.recent import Recent
+
+RECENT_S = 0.5
+"""Maximum age of answers: the queue of each model asks for those of all models once a second."""
 
 
 class Gateways:
@@ -13,10 +17,11 @@ class Gateways:
 
     def __init__(self) -> None:
         self._handle: DeploymentHandle | None = None
-
-    async def admitted(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return the seconds of engine time that tenants have had: by gateway, also this one, then
+        self.admitted = Recent(self._admitted, RECENT_S)
+        """Returns the seconds of engine time that tenants have had: by gateway, also this one, then
         by model, then by tenant."""
+
+    async def _admitted(self) -> dict[str, dict[str, dict[str, float]]]:
         if self._handle is None:
             context = serve.get_replica_context()
             self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
