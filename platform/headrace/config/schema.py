@@ -345,25 +345,22 @@ class ModelAppSection(Section):
     techniques: TechniquesSection = Field(default_factory=TechniquesSection)
 
 
-class ServedModelSection(Section):
+class EngineSections(Section):
+    """The sections of a model's engines, which a Serve app's args have in Ray's form."""
+
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    prefill: RoleSettings = Field(default_factory=RoleSettings)
+    decode: RoleSettings = Field(default_factory=RoleSettings)
+    autoscaling: AutoscalingTargets = Field(default_factory=AutoscalingTargets)
+
+
+class ServedModelSection(ModelAppSection, EngineSections):
     """One of several models. The top level has the values of the fields that it leaves out."""
 
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    prefill: RoleSettings = Field(default_factory=RoleSettings)
-    decode: RoleSettings = Field(default_factory=RoleSettings)
-    autoscaling: AutoscalingTargets = Field(default_factory=AutoscalingTargets)
-    router: RouterSettings = Field(default_factory=RouterSettings)
-    speculation: SpeculationSection = Field(default_factory=SpeculationSection)
-    techniques: TechniquesSection = Field(default_factory=TechniquesSection)
 
-
-class HeadraceConfig(AppFields):
+class HeadraceConfig(EngineSections, AppFields):
     """The whole configuration file."""
 
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    prefill: RoleSettings = Field(default_factory=RoleSettings)
-    decode: RoleSettings = Field(default_factory=RoleSettings)
-    autoscaling: AutoscalingTargets = Field(default_factory=AutoscalingTargets)
     ray: RaySettings = Field(default_factory=RaySettings)
     models: dict[Annotated[str, Field(pattern=MODEL_KEY)], ServedModelSection] = Field(
         default_factory=dict,
@@ -397,11 +394,13 @@ class HeadraceConfig(AppFields):
         """Return the two roles of the only model, by name."""
         return {"prefill": self.prefill, "decode": self.decode}
 
+    def all_roles(self) -> list[RoleSettings]:
+        """Return the two roles of each model."""
+        return [role for model in self.served_models().values() for role in model.roles().values()]
+
     def cpus_booked(self) -> float:
         """Return the logical CPUs that the maximum number of replicas reserves in Ray, without the
         control plane."""
         return sum(
-            role.bounds[1] * role.cpus * max(1, role.world_size)
-            for model in self.served_models().values()
-            for role in model.roles().values()
+            role.bounds[1] * role.cpus * max(1, role.world_size) for role in self.all_roles()
         )

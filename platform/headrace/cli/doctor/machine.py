@@ -86,8 +86,7 @@ def needed_memory_bytes(config: HeadraceConfig) -> int:
     """
     return sum(
         role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
-        for model in config.served_models().values()
-        for role in model.roles().values()
+        for role in config.all_roles()
     )
 
 
@@ -149,11 +148,7 @@ def nixl(result: tuple[list[str], str]) -> Finding:
 
 def gpus(found: list[str], config: HeadraceConfig) -> Finding:
     """Check for the GPUs that the configuration needs."""
-    wanted = sum(
-        role.replicas * role.gpus
-        for model in config.served_models().values()
-        for role in model.roles().values()
-    )
+    wanted = sum(role.replicas * role.gpus for role in config.all_roles())
     words = ", ".join(found) or "none"
     if wanted > len(found):
         remedy = f"the configuration asks for {wanted}; add machines, or use --preset laptop"
