@@ -1,7 +1,6 @@
 """The real `headrace` command with a stand-in app, so that tests of `up` and `down` need no engine.
 
-Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start,
-`FAKE_APP=proxied` one that leaves listening to Serve, as the classic and direct token paths do.
+Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start.
 Where the configuration has a key file, the gateway is the real one, over a replica that is none.
 `FAKE_DRIVER=crash` has the process that deletes the app die of SIGSEGV once it is done.
 """
@@ -30,8 +29,6 @@ def build_app(args: dict[str, Any]) -> Any:
             name = self.shm.name
 
             known = {"replicas": [], "plans": {"local": 3}, "nixl_bytes": 0, "shm": name}
-            if mode == "proxied":  # Serve's own proxy listens instead
-                return
             if settings["api_keys_file"]:
                 from tests.unit.gateway_fakes import run_gateway
 

@@ -1,4 +1,4 @@
-"""Reading our own latency out of /metrics, and comparing token paths."""
+"""Reading our own latency out of /metrics."""
 
 import math
 
