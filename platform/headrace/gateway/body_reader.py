@@ -83,7 +83,7 @@ class BodyReader:
         """
         is_long = len(call.body) > limits.MAX_OTHER_BYTES
         body = await run_then_rest(change, call.body) if is_long else change(call.body)
-        _set_body(call, body)
+        call.replace_body(body)
 
     async def parsed(self, body: bytes) -> Mapping[str, Any]:
         """Return a request's body as an object, with its fields checked.
@@ -134,9 +134,3 @@ def _checked(request: Mapping[str, Any], body: bytes) -> Mapping[str, Any]:
     limits.check_fields(request)
     limits.check_logprobs(request, len(body))
     return request
-
-
-def _set_body(call: Call, body: bytes) -> None:
-    if call.reservation is not None and len(body) > len(call.body):
-        call.reservation.add(len(body) - len(call.body))
-    call.body = body

@@ -253,9 +253,8 @@ class RelayedRoutes:
         turn = await prepare(state, call.tenant, call.body, request, max_bytes, call.received)
         if turn is None:
             return request
-        if call.reservation is not None and len(turn.body) > len(call.body):
-            call.reservation.add(len(turn.body) - len(call.body))
-        call.body, call.own_id_bytes, call.recorder = turn.body, turn.own_id_bytes, turn.recorder
+        call.replace_body(turn.body)
+        call.own_id_bytes, call.recorder = turn.own_id_bytes, turn.recorder
         return {**request, "input": turn.first}
 
     async def _wait_for_route(self, context: RequestContext) -> Route:

@@ -117,6 +117,16 @@ class Call:
     recorder: AnswerRecorder | None = None
     own_id_bytes: int = 0
 
+    def replace_body(self, body: bytes) -> None:
+        """Set another body, within the budget for bodies.
+
+        Raises:
+            ApiError: 429, there is no room for it.
+        """
+        if self.reservation is not None and len(body) > len(self.body):
+            self.reservation.add(len(body) - len(self.body))
+        self.body = body
+
     def drop_body(self) -> None:
         """Free the body, because no replica will be asked again."""
         self.body = b""
