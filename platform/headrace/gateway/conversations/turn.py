@@ -218,9 +218,6 @@ class TurnRecorder:
         response_id: the id that the request gave it.
         fields: the request's fields that concern the state.
         turn: the turn without its output.
-
-    Attributes:
-        is_over: whether the last event has arrived and `finish` returns it.
     """
 
     def __init__(
@@ -233,14 +230,17 @@ class TurnRecorder:
     ) -> None:
         self._state, self._tenant, self._turn = state, tenant, turn
         self.response_id, self.fields = response_id, fields
-        self.is_over = False
         self._last: tuple[bytes, Fields, Fields] | None = None
-        self._has_begun = False
 
     @property
     def is_background(self) -> bool:
         """Whether the response is made after the client has got an answer."""
         return self.fields.is_background
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether the last event has arrived, and `finish` has not yet returned it."""
+        return self._last is not None
 
     def rewrite(self, events: bytes) -> bytes:
         """Return the events to send now; the last one is held until `finish`.
@@ -264,7 +264,7 @@ class TurnRecorder:
                 passed.append(event + b"\n\n")
                 continue
             if found[1] in _LAST:
-                self._last, self.is_over = (head, document, response), True
+                self._last = head, document, response
             else:
                 passed.append(_event(head, document, response | self._echo(self.fields.is_stored)))
         return b"".join(passed)

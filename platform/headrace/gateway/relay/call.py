@@ -27,13 +27,11 @@ MAX_LISTED_REQUESTS = 50
 
 
 class AnswerRecorder(Protocol):
-    """The keeper of an answer; it may change what the client gets of it.
+    """The keeper of an answer; it may change what the client gets of it."""
 
-    Attributes:
-        is_over: whether `rewrite` holds the last event, which `finish` returns.
-    """
-
-    is_over: bool
+    @property
+    def holds_last(self) -> bool:
+        """Whether `rewrite` holds the last event, which `finish` returns."""
 
     @property
     def is_background(self) -> bool:
@@ -43,7 +41,7 @@ class AnswerRecorder(Protocol):
         """Return the events to send now, for whole events that arrived."""
 
     async def finish(self) -> bytes:
-        """Keep the answer, and return the last event, once."""
+        """Keep the answer, and return the last event; nothing unless it is held."""
 
     async def whole(self, body: bytes) -> bytes:
         """Keep an answer that is no stream, and return it."""

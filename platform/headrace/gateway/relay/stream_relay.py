@@ -182,7 +182,6 @@ class EventForwarder:
         self._on_bytes = monitored.on_bytes
         self._counted_bytes = journal.line_bytes // COUNTED_BYTES * COUNTED_BYTES
         self._pending = b""
-        self._is_over = False  # the recorder holds the last event
         self.error = b""
 
     def forward(self, chunk: bytes) -> bool:
@@ -194,15 +193,16 @@ class EventForwarder:
         self._on_bytes()
         call, journal = self._call, self._journal
         events, self.error = journal.pass_on(chunk)
+        must_wait = bool(self.error)
         if (recorder := call.recorder) is not None and events:
             events = recorder.rewrite(events)
-            self._is_over = recorder.is_over
+            must_wait = must_wait or recorder.holds_last
         call.tokens = journal.tokens
         if journal.line_bytes - self._counted_bytes >= COUNTED_BYTES:
             self._count_lines()
-        if not events and not self.error and not self._is_over:
+        if not events and not must_wait:
             return True
-        if self.error or self._is_over or not call.write_nowait(events):
+        if must_wait or not call.write_nowait(events):
             self._pending = events
             return False
         self._sent(events)
@@ -211,9 +211,8 @@ class EventForwarder:
     async def send_pending(self) -> None:
         """Send the events that `forward` did not write; the last one after its answer is kept."""
         events = self._pending
-        if self._is_over and self._call.recorder is not None:
-            events += await self._call.recorder.finish()
-            self._is_over = False
+        if (recorder := self._call.recorder) is not None:
+            events += await recorder.finish()
         if events:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self._pending = b""
