@@ -217,7 +217,7 @@ class RelayedRoutes:
         call, caller = context.call, context.caller
         call.body = call.body.removeprefix(codecs.BOM_UTF8)
         request = await self._body_reader.parsed(call.body)
-        if self._conversations is not None and call.path == RESPONSES:
+        if self._conversations is not None and context.path == RESPONSES:
             request = await self._with_history(call, request, self._conversations)
         asked = self._models.asked(request, caller)
         call.affinity = affinity_key(request)

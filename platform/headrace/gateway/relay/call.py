@@ -116,7 +116,7 @@ class Call:
     own_id_bytes: int = 0
 
     def replace_body(self, body: bytes) -> None:
-        """Set another body, within the budget for bodies.
+        """Put another body in the place of the client's, within its budget.
 
         Raises:
             ApiError: 429, there is no room for it.
