@@ -299,8 +299,8 @@ class TurnRecorder:
             ApiError: it cannot be kept.
         """
         sent = msgspec.json.decode(request, type=_Sent)
-        names = ("instructions", "metadata", "temperature", "top_p", "max_output_tokens", "text")
         document = {
+            **msgspec.structs.asdict(sent),
             "id": self.response_id,
             "object": "response",
             "created_at": at_s,
@@ -312,7 +312,6 @@ class TurnRecorder:
             "parallel_tool_calls": sent.parallel_tool_calls is not False,
             "tool_choice": sent.tool_choice or "auto",
             "tools": sent.tools or [],
-            **{name: getattr(sent, name) for name in names},
             **self._echo(True),
             "usage": None,
         }
