@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from headrace.config.section import Section
+from headrace.config.section import AbsolutePath, ObjectUrl, Section
 
 
 class ConversationSettings(Section):
@@ -20,14 +19,14 @@ class ConversationSettings(Section):
         "and conversations, encrypted. false: nothing is kept, and `previous_response_id` is "
         "answered 404.",
     )
-    folder: str | None = Field(
+    folder: AbsolutePath | None = Field(
         default=None,
         min_length=1,
         description="Absolute path of a folder on a local disk for the SQLite file, which the "
         "gateways of a machine share. null: a folder of the Ray session, which ends with the "
         "cluster. A folder of your own outlives the app if `store.node.secret` is set.",
     )
-    object_url: str | None = Field(
+    object_url: ObjectUrl | None = Field(
         default=None,
         description="Object store in place of the file, for gateways on several machines: "
         "`s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`, for nothing else. Its options "
@@ -53,22 +52,6 @@ class ConversationSettings(Section):
         description="Maximum background responses of a model that a gateway has queued or runs; "
         "a further one is answered 429.",
     )
-
-    @field_validator("folder")
-    @classmethod
-    def _folder_is_absolute(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith("/"):
-            raise ValueError(f'must be an absolute path, got "{value}"')
-        return value
-
-    @field_validator("object_url")
-    @classmethod
-    def _is_an_object_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[a-z0-9]+://\S+", value):
-            raise ValueError(
-                f'must be like "s3://BUCKET/PREFIX" or "file:///FOLDER", got "{value}"'
-            )
-        return value
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

@@ -17,7 +17,7 @@ from headrace.config.conflicts import endpoint_conflicts, technique_conflicts
 from headrace.config.gateway import GatewaySettings, Port
 from headrace.config.integrity import IntegritySection
 from headrace.config.models import MAX_MODELS, MODEL_KEY, MODEL_SECTIONS, with_defaults
-from headrace.config.section import GIB, Resources, Section
+from headrace.config.section import GIB, AbsolutePath, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
 from headrace.config.techniques import TechniquesSection
@@ -249,7 +249,7 @@ class RaySettings(Section):
         ge=RAY_MIN_OBJECT_STORE_BYTES,
         description="Bytes of /dev/shm for Ray's object store. KV does not pass through it.",
     )
-    temp_dir: str | None = Field(
+    temp_dir: AbsolutePath | None = Field(
         default=None,
         description="Absolute path of a folder for the node's temporary files. null: the system's "
         f"folder. At most {MAX_TEMP_DIR_CHARS} characters, because Unix sockets are created in it.",
@@ -264,12 +264,8 @@ class RaySettings(Section):
 
     @field_validator("temp_dir")
     @classmethod
-    def _short_and_absolute(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        if not value.startswith("/"):
-            raise ValueError(f'must be an absolute path, got "{value}"')
-        if len(value) > MAX_TEMP_DIR_CHARS:
+    def _is_short(cls, value: str | None) -> str | None:
+        if value is not None and len(value) > MAX_TEMP_DIR_CHARS:
             raise ValueError(
                 f"must have at most {MAX_TEMP_DIR_CHARS} characters, got {len(value)}: Ray's Unix "
                 "sockets lie below it, and their paths may not pass 107"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from headrace.config.section import GIB, Section
+from headrace.config.section import GIB, AbsolutePath, ObjectUrl, Section
 
 SHARED = "socket_folder", "policy"
 """Settings that engines and node must have alike. The first of them to start makes the arena."""
@@ -33,7 +32,7 @@ class StoreSection(Section):
         gt=0,
         description="GiB of shared memory on each machine that runs engines, tables included.",
     )
-    nvme_folder: str | None = Field(
+    nvme_folder: AbsolutePath | None = Field(
         default=None,
         min_length=1,
         description="Absolute path of a folder on a local disk; its KV blocks outlive restarts. "
@@ -51,7 +50,7 @@ class StoreSection(Section):
         description="Sync each block to the disk before it counts as written. Without "
         "it, a power failure loses the last seconds of writes; checksums find the rest.",
     )
-    object_url: str | None = Field(
+    object_url: ObjectUrl | None = Field(
         default=None,
         description="Object store for blocks that were reused, shared by all machines: "
         "`s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`. Needs the extra "
@@ -86,22 +85,6 @@ class StoreSection(Section):
         description="More settings of the StoreNode of each machine; docs/kvstore-vllm.md "
         "lists them (`events`, `warm`, `heal_s`, ...).",
     )
-
-    @field_validator("nvme_folder")
-    @classmethod
-    def _folder_is_absolute(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith("/"):
-            raise ValueError(f'must be an absolute path, got "{value}"')
-        return value
-
-    @field_validator("object_url")
-    @classmethod
-    def _is_an_object_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[a-z0-9]+://\S+", value):
-            raise ValueError(
-                f'must be like "s3://BUCKET/PREFIX" or "file:///FOLDER", got "{value}"'
-            )
-        return value
 
     @model_validator(mode="after")
     def _both_sides_take_their_settings(self) -> Self:
