@@ -25,14 +25,11 @@ response is made that continues one; after the next process is up, it is read an
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,8 +40,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.figures import report
 from benchmarks.hostile.machine import Parts
-from benchmarks.instance import headrace
+from benchmarks.instance import running_instance
 from benchmarks.serving.environment import environment
 
 PATH = "/v1/responses"
@@ -141,14 +139,7 @@ def main() -> int:
     except (RuntimeError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    about = environment(model)
-    print(f"\n{about['date']}, {about['cpu']}, {about['cores']} cores.\n")
-    print("| figure | value | target |\n|---|---:|---:|")
-    for name, value in figures.items():
-        print(f"| `{name}` | {value:.4g} | {TARGETS.get(name, '')} |")
-    if args.json:
-        document = {"figures": figures, "targets": TARGETS, "environment": about}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    report(figures, TARGETS, environment(model), args.json)
     return 0
 
 
@@ -268,26 +259,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @contextmanager
 def running(model: str, settings: Sequence[str]) -> Iterator[Endpoint]:
     """The app, which ends with the block."""
-    from headrace.cli import state
-
-    folder = Path(tempfile.mkdtemp(prefix="hrc-", dir="/tmp"))
-    os.environ["HEADRACE_STATE"] = str(folder / "state")
-    name = f"turns-{secrets.token_hex(3)}"
-    chosen = {
-        "gateway.port": "0",
-        "model.source": json.dumps(model),
-        **dict(each.split("=", 1) for each in settings),
-    }
-    options = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
-    try:
-        headrace("up", "--detach", "--name", name, *options)
-        instance = state.load(name)
-        if instance is None:
-            raise RuntimeError("headrace up left no state file")
+    with running_instance("turns", model, settings) as instance:
         yield Endpoint(instance.endpoint, instance.model)
-    finally:
-        headrace("down", "--name", name, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

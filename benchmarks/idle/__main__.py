@@ -15,11 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,9 +23,8 @@ from typing import Any
 import httpx
 
 from benchmarks.idle.cpu import RAY, busiest, by_part, look
-from benchmarks.instance import headrace
+from benchmarks.instance import running_instance
 from benchmarks.serving.environment import environment
-from headrace.cli import state
 
 SETTLE_S, SECONDS = 30.0, 60.0
 THREADS_SHOWN = 12
@@ -50,28 +45,17 @@ def main() -> int:
     from headrace.model import resolve
 
     model = resolve(args.model)
-    folder = Path(tempfile.mkdtemp(prefix="hri-", dir="/tmp"))
-    os.environ["HEADRACE_STATE"] = str(folder / "state")
-    name = f"idle-{secrets.token_hex(3)}"
     try:
-        settings = ["gateway.port=0", f"model.source={json.dumps(model)}", *args.set]
-        options = [part for setting in settings for part in ("--set", setting)]
-        headrace("up", "--detach", "--name", name, *options)
-        instance = state.load(name)
-        if instance is None:
-            raise RuntimeError("headrace up left no state file")
-        _connect_engines(instance.endpoint, instance.model)
-        time.sleep(args.settle)
-        processes = list(instance.matcher().processes().values())
-        first = look(processes)
-        time.sleep(args.seconds)
-        last = look(processes)
+        with running_instance("idle", model, args.set) as instance:
+            _connect_engines(instance.endpoint, instance.model)
+            time.sleep(args.settle)
+            processes = list(instance.matcher().processes().values())
+            first = look(processes)
+            time.sleep(args.seconds)
+            last = look(processes)
     except (RuntimeError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        headrace("down", "--name", name, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
     parts = by_part(first, last)
     threads = busiest(first, last, THREADS_SHOWN)
     ray_cores, total = parts.get(RAY, 0.0), sum(parts.values())

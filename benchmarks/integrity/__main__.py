@@ -19,12 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,11 +30,10 @@ import httpx
 import numpy as np
 import torch
 
-from benchmarks.instance import headrace
+from benchmarks.instance import running_instance
 from benchmarks.integrity.detect import simulated, transfers_until_seen
 from benchmarks.integrity.pair import Consumer, Producer, Shape, agent
 from benchmarks.serving.environment import environment
-from headrace.cli import state
 from headrace_engine.pull_proof.content import BlockSums, block_seeds
 from headrace_engine.pull_proof.identity import Identity
 from headrace_engine.pull_proof.settings import IntegritySettings
@@ -134,32 +129,18 @@ def detection() -> dict[str, float]:
 
 def app(model: str) -> dict[str, float]:
     """Return the time of proofs in the laptop's app, and the time to the first token."""
-    folder = Path(tempfile.mkdtemp(prefix="hrg-", dir="/tmp"))
-    os.environ["HEADRACE_STATE"] = str(folder / "state")
-    name = f"integrity-{secrets.token_hex(3)}"
     # Every second transfer is checked, so that both kinds are seen under the same load.
-    settings = ["gateway.port=0", f"model.source={json.dumps(model)}", "integrity.rate=0.5"]
-    settings += ["store.enabled=false", "speculation.enabled=false"]
-    try:
-        headrace(
-            *("up", "--detach", "--name", name),
-            *(part for setting in settings for part in ("--set", setting)),
-        )
-        instance = state.load(name)
-        if instance is None:
-            raise RuntimeError("headrace up left no state file")
-        with httpx.Client(base_url=instance.endpoint, timeout=120) as client:
-            client.put("/headrace/v1/router", json={"policy": "remote"}).raise_for_status()
-            alone = [_ttft_s(client, instance.model) for _ in range(APP_PROMPTS)]
-            alone_proofs = _proofs(client)
-            with ThreadPoolExecutor(8) as pool:
-                busy = list(
-                    pool.map(lambda _: _ttft_s(client, instance.model, 16), range(APP_PROMPTS))
-                )
-            proofs = _proofs(client)
-    finally:
-        headrace("down", "--name", name, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+    settings = ["integrity.rate=0.5", "store.enabled=false", "speculation.enabled=false"]
+    with (
+        running_instance("integrity", model, settings) as instance,
+        httpx.Client(base_url=instance.endpoint, timeout=120) as client,
+    ):
+        client.put("/headrace/v1/router", json={"policy": "remote"}).raise_for_status()
+        alone = [_ttft_s(client, instance.model) for _ in range(APP_PROMPTS)]
+        alone_proofs = _proofs(client)
+        with ThreadPoolExecutor(8) as pool:
+            busy = list(pool.map(lambda _: _ttft_s(client, instance.model, 16), range(APP_PROMPTS)))
+        proofs = _proofs(client)
     later = {k: proofs[k] - alone_proofs[k] for k in proofs}
     rate = IntegritySettings().rate
     return {
