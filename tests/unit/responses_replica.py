@@ -1,19 +1,30 @@
-"""A fake replica that answers `/v1/responses` as vLLM does, and the state of a gateway over it."""
+"""A fake replica that answers `/v1/responses` as vLLM does, and a gateway that keeps its state."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import openai
+import pytest
 from aiohttp import web
 
 from headrace.config.conversations import ConversationSettings
 from headrace.gateway.conversations.setup import StateSetup
 from headrace.gateway.conversations.state import ConversationState
-from tests.unit.gateway_fakes import BODY, MODEL, FakeReplica, begin_stream
+from tests.unit.gateway_fakes import (
+    BODY,
+    MODEL,
+    Bench,
+    FakeReplica,
+    Handler,
+    begin_stream,
+    gateway_over,
+)
 
 SECRET = "a-secret-of-the-tests"
 
@@ -80,11 +91,55 @@ async def respond(replica: FakeReplica, request: web.Request) -> web.StreamRespo
     return response
 
 
-def slow_respond(go: Callable[[], asyncio.Event]) -> Any:
+def slow_respond(go: asyncio.Event) -> Handler:
     """Answer when an event is set."""
 
     async def handler(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
-        await go().wait()
+        await go.wait()
         return await respond(replica, request)
 
     return handler
+
+
+@contextlib.asynccontextmanager
+async def keeping(
+    folder: Path, handler: Handler = respond, **options: Any
+) -> AsyncIterator[tuple[Bench, openai.AsyncOpenAI]]:
+    """A gateway that keeps state, over one replica, and a client of it."""
+    async with (
+        gateway_over(handler, state=state_in(folder), **options) as bench,
+        client_of(bench) as client,
+    ):
+        yield bench, client
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    """A gateway that keeps state, over one replica."""
+    async with gateway_over(respond, state=state_in(tmp_path)) as bench:
+        yield bench
+
+
+@pytest.fixture
+async def client(bench: Bench) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(bench) as client:
+        yield client
+
+
+def client_of(bench: Bench, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{bench.url}/v1", api_key=key, max_retries=0)
+
+
+def sent(bench: Bench, number: int = -1) -> dict[str, Any]:
+    """A request that the replica got."""
+    return dict(json.loads(bench.replica.seen[number][BODY]))
+
+
+async def until_ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
+    """The response, as soon as it is no longer made in the background."""
+    async with asyncio.timeout(20):
+        while True:
+            found = await client.responses.retrieve(response_id)
+            if found.status not in ("queued", "in_progress"):
+                return found
+            await asyncio.sleep(0.02)

@@ -25,7 +25,7 @@ from tests.unit.gateway_fakes import (
     gateway_of_models,
     soon,
 )
-from tests.unit.responses_replica import respond, slow_respond, state_in, texts_of
+from tests.unit.responses_replica import respond, slow_respond, state_in, texts_of, until_ended
 from tests.unit.test_gateway_models import told
 
 THREE = {"small": [respond], "v1": [respond], "v2": [respond]}
@@ -56,15 +56,6 @@ async def models(
     state = state_in(tmp_path)
     async with gateway_of_models(served, state=state, **options) as (client, clusters, app):
         yield Bench(str(client._base_url).rstrip("/"), clusters, app)
-
-
-async def until_ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
-    async with asyncio.timeout(20):
-        while True:
-            found = await client.responses.retrieve(response_id)
-            if found.status not in ("queued", "in_progress"):
-                return found
-            await asyncio.sleep(0.02)
 
 
 async def test_a_response_of_one_model_is_continued_by_another(tmp_path: Path) -> None:
@@ -261,7 +252,7 @@ async def test_background_responses_of_a_stuck_model_take_no_places_of_another(
     tmp_path: Path,
 ) -> None:
     go = asyncio.Event()
-    served = {"stuck": [slow_respond(lambda: go)], "small": [respond]}
+    served = {"stuck": [slow_respond(go)], "small": [respond]}
     options: dict[str, Any] = {"max_concurrent": 1, "conversations": {"max_background": 2}}
     async with models(tmp_path, served, **options) as bench, bench.client() as client:
         ask = client.responses.create
