@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -13,24 +13,11 @@ from headrace.gateway.conversations import object_store
 from headrace.gateway.conversations import state as state_module
 from headrace.gateway.conversations.setup import StateSetup
 from headrace.gateway.conversations.state import ConversationState
-from tests.support.kvobjects import BUCKET, Line, s3_options, s3_server
+from tests.support.kvobjects import BUCKET, Line, s3_options
 from tests.unit.gateway_fakes import MODEL, gateway_over
 from tests.unit.responses_replica import SECRET, respond
 
 Open = Callable[[], ConversationState]
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def line(port: int) -> Iterator[Line]:
-    line = Line(port)
-    yield line
-    line.close()
 
 
 @pytest.fixture

@@ -15,24 +15,11 @@ from headrace_kvstore.objects.object_client import ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import object_bytes
 from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, until
-from tests.support.kvobjects import BUCKET, Blocks, Line, has, s3_options, s3_server, tiers
+from tests.support.kvobjects import BUCKET, Blocks, Line, has, s3_options, tiers
 
 Begin = Callable[..., ObjectTier]
 TIMEOUT_S = 1.0
 EACH = object_bytes(SHAPE)
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def line(port: int) -> Iterator[Line]:
-    line = Line(port)
-    yield line
-    line.close()
 
 
 @pytest.fixture
@@ -42,9 +29,9 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def direct(port: int, url: str) -> StoreClient:
+def direct(s3_port: int, url: str) -> StoreClient:
     """The store as it is, whatever the line does."""
-    return StoreClient(url, s3_options(port), 10.0)
+    return StoreClient(url, s3_options(s3_port), 10.0)
 
 
 @pytest.fixture
@@ -275,8 +262,8 @@ def test_a_pull_from_an_endpoint_that_dies_ends_and_the_engine_stores_on(
     engine.close()
 
 
-def test_weights_in_a_bucket_are_known_by_their_versions(port: int, url: str) -> None:
-    bucket, options = StoreClient(url, s3_options(port), 10.0), s3_options(port)
+def test_weights_in_a_bucket_are_known_by_their_versions(s3_port: int, url: str) -> None:
+    bucket, options = StoreClient(url, s3_options(s3_port), 10.0), s3_options(s3_port)
     bucket.put("model-1.safetensors", memoryview(b"weights"))
     bucket.put("config.json", memoryview(b"{}"))
     before = objects_fingerprint(url, options)
