@@ -36,15 +36,15 @@ _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 Item = dict[str, Any]
 
 
-def split_input(raw: bytes) -> list[bytes] | None:
-    """Return the items of a request's `input`, each as JSON; None if it is no text and no list.
+def split_input(raw: bytes) -> list[bytes]:
+    """Return the items of a request's `input`, each as JSON.
 
     Args:
-        raw: the field as JSON; a text is the message of a user.
+        raw: the field as JSON, a list or a text, which is the message of a user.
     """
     if raw[:1] == b'"':
         return [b'{"role":"user","content":' + raw + b"}"]
-    return split_items(raw) if raw[:1] == b"[" else None
+    return split_items(raw)
 
 
 def split_items(raw: bytes | msgspec.Raw) -> list[bytes]:
@@ -106,14 +106,28 @@ def listed(item: Item, given_id: str) -> Item:
 
 def numbered(items: Sequence[bytes], scope: str) -> list[Item]:
     """Return the items that are not deleted, as lists show them."""
-    found = []
+    return [
+        listed(item, item_id(item, scope, number))
+        for number, raw in enumerate(items)
+        if (item := _decoded(raw)) is not None
+    ]
+
+
+def number_of(wanted: str, items: Sequence[bytes], scope: str) -> int | None:
+    """Return the number of the item with an id that lists show; None if it is not there."""
     for number, raw in enumerate(items):
-        if raw != DELETED:
-            item = msgspec.json.decode(raw)
-            if not isinstance(item, dict):
-                item = {"type": "unknown"}
-            found.append(listed(item, item_id(item, scope, number)))
-    return found
+        item = _decoded(raw)
+        if item is not None and item_id(item, scope, number) == wanted:
+            return number
+    return None
+
+
+def _decoded(raw: bytes) -> Item | None:
+    """Return an item; None if it was deleted."""
+    if raw == DELETED:
+        return None
+    item = msgspec.json.decode(raw)
+    return item if isinstance(item, dict) else {"type": "unknown"}
 
 
 def page(items: list[Item], query: Callable[[str], str | None]) -> dict[str, Any]:

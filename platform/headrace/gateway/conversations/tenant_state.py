@@ -7,7 +7,7 @@ not found, since its place follows from the tenant.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -258,9 +258,7 @@ class TenantState:
             ApiError: 404, it is not kept.
         """
         thread, _ = self._conversation(given)
-        known = self._store.sizes(self._tag, thread, self._clock())
-        names = [name for name in known if name == CONVERSATION_RECORD or name.startswith(ITEMS)]
-        self._store.remove(self._tag, thread, names)
+        self._store.remove(self._tag, thread, [CONVERSATION_RECORD, *self._batch_sizes(thread)])
 
     def add_items(
         self, given: str, added: Sequence[items.Item], max_bytes: int
@@ -271,12 +269,11 @@ class TenantState:
             ApiError: 404, it is not kept; 400, it would be too long.
         """
         thread, _ = self._conversation(given)
-        known = self._store.sizes(self._tag, thread, self._clock())
-        batch, name = _batch(added), self._next_batch(known)
-        sizes = [size for each, size in known.items() if each.startswith(ITEMS)]
+        sizes = self._batch_sizes(thread)
+        batch, name = _batch(added), self._next_batch(sizes)
         if len(sizes) >= MAX_TURNS:
             raise refusals.too_long("items", len(sizes) + 1, MAX_TURNS, "additions")
-        total = sum(sizes) + sum(map(len, batch.items))
+        total = sum(sizes.values()) + sum(map(len, batch.items))
         if total > max_bytes:
             raise refusals.too_long("items", total, max_bytes, "bytes")
         self._write(thread, {name: batch})
@@ -303,13 +300,11 @@ class TenantState:
         """
         thread, record = self._conversation(given)
         for name, batch in self._batches(thread, max_bytes).items():
-            for number, raw in enumerate(batch.items):
-                if raw == items.DELETED:
-                    continue
-                if items.item_id(msgspec.json.decode(raw), f"{thread}/{name}", number) == item:
-                    left = [*batch.items[:number], items.DELETED, *batch.items[number + 1 :]]
-                    self._write(thread, {name: ItemBatch(left, items.size_of(left))})
-                    return _shown(given, record)
+            number = items.number_of(item, batch.items, f"{thread}/{name}")
+            if number is not None:
+                left = [*batch.items[:number], items.DELETED, *batch.items[number + 1 :]]
+                self._write(thread, {name: ItemBatch(left, items.size_of(left))})
+                return _shown(given, record)
         raise refusals.item_not_found(item)
 
     # Internal.
@@ -386,15 +381,23 @@ class TenantState:
 
     def _batches(self, thread: str, max_bytes: int) -> dict[str, ItemBatch]:
         """Return a conversation's batches of items by name, oldest first."""
-        known = self._store.sizes(self._tag, thread, self._clock())
-        names = sorted(name for name in known if name.startswith(ITEMS))
-        total = sum(max(0, known[name] - OVERHEAD_BYTES) for name in names)
+        sizes = self._batch_sizes(thread)
+        names, total = sorted(sizes), sum(sizes.values())
         if total > max_bytes:
             raise refusals.too_long("conversation", total, max_bytes, "bytes")
         found = self._read(thread, names, ItemBatch)
         return {name: found[name] for name in names if name in found}
 
-    def _next_batch(self, known: Mapping[str, int]) -> str:
+    def _batch_sizes(self, thread: str) -> dict[str, int]:
+        """Return the bytes of a conversation's batches of items before encryption, by name."""
+        known = self._store.sizes(self._tag, thread, self._clock())
+        return {
+            name: max(0, size - OVERHEAD_BYTES)
+            for name, size in known.items()
+            if name.startswith(ITEMS)
+        }
+
+    def _next_batch(self, known: Iterable[str]) -> str:
         """Return the name of a batch after all that are known."""
         last = max((position_of(name) for name in known if name.startswith(ITEMS)), default=0)
         return items_record(max(last + 1, self._position()))

@@ -183,7 +183,7 @@ def _joined(
 ) -> PreparedTurn:
     """Put the earlier items into a body."""
     parsed: Fields = _decode_fields(body)
-    own = items.split_input(bytes(parsed["input"])) or []
+    own = items.split_input(bytes(parsed["input"]))
     total = had.size + Size(sum(map(len, own)), len(own), entries)
     if had.items:
         param = "conversation" if fields.previous is None else "previous_response_id"
