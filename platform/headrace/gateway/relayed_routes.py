@@ -61,8 +61,8 @@ class RelayedRoutes:
         metrics: GatewayMetrics,
         models: ModelTable,
         *,
-        conversations: ConversationState | None = None,
-        on_end: Callable[[Call], None] = lambda call: None,
+        conversations: ConversationState | None,
+        on_end: Callable[[Call], None],
     ) -> None:
         self._settings, self._body_reader, self._metrics = settings, body_reader, metrics
         self._models = models

@@ -74,7 +74,7 @@ class BackgroundResponses:
         *,
         max_responses: int,
         timeout_s: float,
-        on_end: Callable[[Call], None] = lambda call: None,
+        on_end: Callable[[Call], None],
     ) -> None:
         self._state, self._run = state, run
         self._max_responses, self._timeout_s, self._on_end = max_responses, timeout_s, on_end
