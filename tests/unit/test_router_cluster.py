@@ -183,6 +183,25 @@ def test_the_view_has_the_newest_report_of_each_replica_since_it_arrived() -> No
     assert [of[name] for name in fields] == [row(reading, "d1")[name] for name in fields]
 
 
+def test_of_what_replicas_share_the_latest_report_decides() -> None:
+    two = cluster("d1", "d2")
+    for seq, (name, policy) in enumerate([("d1", "cost"), ("d2", "cost"), ("d1", "local")], 1):
+        two.report(report(name, seq, policy=policy), 0.1 * seq)
+    assert two.view is not None and two.view.settings.policy == "local"
+
+
+def test_a_replica_that_fails_again_after_its_view_was_read_gets_nothing() -> None:
+    two = cluster("d1", "d2")
+    hold(two, "d2", KEYS)
+    two.replica_health.on_probe("d2", Probe.REFUSED, 0.0)
+    assert two.healthy_decodes() == 1
+    two.replica_health.on_probe("d2", Probe.PASSED, 0.0)
+    two.report(report("d2", 1), 0.1)
+    assert row(two, "d2")["decode"]
+    two.replica_health.on_probe("d2", Probe.REFUSED, 0.1)
+    assert two.plan(PROMPT, 0.1).decode == "d1"
+
+
 def test_step_times_that_are_none_are_refused_when_they_arrive() -> None:
     one = cluster("d1")
     with pytest.raises(ValueError, match="not the state of a step-time model"):

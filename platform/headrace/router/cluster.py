@@ -133,7 +133,7 @@ class Cluster:
         self._kinds: Counter[str] = Counter()  # replicas by KV identity
         self._machines: Counter[str] = Counter()  # replicas by machine
         self._bookings: dict[str, dict[str, _Booking]] = {}
-        self._unhealthy: frozenset[str] = frozenset()
+        self._hidden: set[str] = set()  # replicas that the view shows as unhealthy
         self._explore_at_s = -math.inf
 
     # Reports and time
@@ -165,19 +165,26 @@ class Cluster:
         steps = None if waiting is None else waiting.steps
         if report.steps is not None and (last is None or report.steps != last.steps):
             steps = StepTime.from_dict(report.steps)
+        # In the order of arrival: the latest one decides what replicas share, as a node's loads.
+        self._new_reports.pop(name, None)
         self._new_reports[name] = _NewReport(report, steps, now_s)
         if last is None:
-            self._apply_reports()
+            self._update_view()
         for plan in report.heard:
             self._bookings[name].pop(plan, None)
         self.replica_health.on_report(name, now_s, draining=report.draining)
 
-    def _apply_reports(self) -> None:
+    def _update_view(self) -> None:
         """Bring the view up to date. Each method that reads or changes it calls this first."""
         if self._new_reports:
             for new in self._new_reports.values():
                 self._apply_report(*new)
             self._new_reports.clear()
+        unhealthy = self.replica_health.unhealthy
+        for name in (self._hidden ^ unhealthy.keys()) & self._reports.keys():
+            engine = self._known_view.engines[self._known_view.row(name)]
+            engine[self._reports[name].role] = name not in unhealthy
+            self._hidden ^= {name}
 
     def _apply_report(self, report: Report, steps: StepTime | None, now_s: float) -> None:
         name, view = report.replica, self._known_view
@@ -221,13 +228,12 @@ class Cluster:
         )
         for each in ahead:
             self._count_decode(name, each, 1)
-        self._update_health(name)
 
     def remove_replica(self, replica: str) -> None:
         """Remove a replica that no longer exists."""
         if replica not in self._reports:
             return
-        self._apply_reports()
+        self._update_view()
         view = self._known_view
         holder = int(view.engines[view.row(replica)]["hbm"])
         if holder >= 0:
@@ -235,21 +241,21 @@ class Cluster:
         view.remove(replica)
         self._count(self._reports.pop(replica), None)
         del self._bookings[replica]
+        self._hidden.discard(replica)
         self.replica_health.remove_reports(replica)
 
     def expire(self, now_s: float) -> None:
         """Expire bookings, expected blocks and silent replicas. Call it about once a second."""
-        self._apply_reports()
+        self.replica_health.check(now_s)
+        self._update_view()
         self._pending.expire(now_s)
         self.index.maintain()
-        self.replica_health.check(now_s)
         for name, booked in self._bookings.items():
             for plan in [
                 one for one, each in booked.items() if now_s - each.at_s > BOOKING_TIMEOUT_S
             ]:
                 self._release(name, plan, now_s)
                 self.counts["expired"] += 1
-            self._update_health(name)
         if self._view is None:
             return
         # The means of all replicas' figures hold for every replica.
@@ -261,13 +267,13 @@ class Cluster:
     @property
     def view(self) -> ClusterView | None:
         """View of all replicas, read only; None before the first report."""
-        self._apply_reports()
+        self._update_view()
         return self._view
 
     @property
     def has_step_times(self) -> bool:
         """Whether a replica has reported its engine's step times."""
-        self._apply_reports()
+        self._update_view()
         return any(report.steps is not None for report in self._reports.values())
 
     # Plans
@@ -276,10 +282,7 @@ class Cluster:
         """Return how many decode replicas may answer, that is, are healthy."""
         if self._view is None:
             return 0
-        self._apply_reports()
-        before, self._unhealthy = self._unhealthy, frozenset(self.replica_health.unhealthy)
-        for name in (before ^ self._unhealthy) & self._reports.keys():
-            self._update_health(name)
+        self._update_view()
         return int(np.count_nonzero(self._view.engines["decode"]))
 
     def plan(
@@ -325,7 +328,7 @@ class Cluster:
 
     def withdraw(self, plan: Plan, now_s: float) -> None:
         """Remove a plan that will not be carried out."""
-        self._apply_reports()
+        self._update_view()
         self._pending.withdraw(plan.request_id)
         for name in (plan.decode, plan.replica):
             self._release(name, plan.request_id, now_s)
@@ -333,7 +336,7 @@ class Cluster:
 
     def oldest_report_s(self, now_s: float) -> float:
         """Return the age of the oldest replica's last report in seconds; 0 without a replica."""
-        self._apply_reports()
+        self._update_view()
         view = self._view
         if view is None:
             return 0.0
@@ -412,11 +415,6 @@ class Cluster:
         if engine["hbm"] not in (-1, holder):
             self._pending.remove_holder(int(engine["hbm"]))
         engine["hbm"] = holder
-
-    def _update_health(self, name: str) -> None:
-        """Let plans use a replica only while it is healthy."""
-        report, engine = self._reports[name], self._known_view.engines[self._known_view.row(name)]
-        engine[report.role] = name not in self.replica_health.unhealthy
 
     def _adapter_s(self, view: ClusterView, adapter: str) -> NDArray[np.float64]:
         """Return `PlacementRequest.adapter_s` of an adapter.
