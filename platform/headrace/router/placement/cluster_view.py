@@ -25,8 +25,8 @@ from headrace_kvstore.lookup.availability import MEDIA
 Role = Literal["prefill", "decode"]
 _FIXED_S, _BYTE_S = 0.005, 1e-9
 """Cost of a transfer or a load before the first measurement: 5 ms and 1 GB/s."""
-_DRIFT_GAIN = 0.05
-"""Weight of a new report in `drift`: a mean of about twenty reports."""
+_DRIFT_S = 3.0
+"""Time over which `drift` is a mean, however many of the reports of that time are read."""
 _CALL_S, _CALL_ERROR_S = 0.020, 0.050
 _HANDOFF_S, _HANDOFF_ERROR_S = 0.005, 0.050
 
@@ -41,8 +41,8 @@ class ClusterView:
 
     Attributes:
         engines: ENGINE [rows]. The caller writes `running`, `context`, `prompts`, `free_blocks`,
-            `drift`, `measured_s`, `cold`, `call_s`, `handoff_s`, their errors and
-            `share` directly, in the units of ENGINE. Methods set fields that belong together.
+            `drift`, `measured_s`, `cold`, `call_s`, `handoff_s` and their errors
+            directly, in the units of ENGINE. Methods set fields that belong together.
         settings: the router's settings.
         prefill_name: name of the prefill deployment.
         no_prefill: why no prefill engine may be asked; used only if none may.
@@ -233,7 +233,8 @@ class ClusterView:
         if is_report:
             if engine["reported_s"] > -math.inf and age_s > 0.0:
                 error = float(engine["queue_s"]) - expected_s
-                engine["drift"] += _DRIFT_GAIN * (error * error / age_s - engine["drift"])
+                weight = -math.expm1(-age_s / _DRIFT_S)
+                engine["drift"] += weight * (error * error / age_s - engine["drift"])
             engine["reported_s"] = now_s
 
     def reserve(self, row: int, tokens: int, pairs: float, now_s: float) -> None:
