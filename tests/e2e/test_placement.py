@@ -131,6 +131,7 @@ def misses(talks: list[Conversation]) -> str:
         "replica",
         "cached_decode_tokens",
         "cached_prefill_tokens",
+        "reachable_tokens",
         "reasons",
     )
     return "\n".join(str({name: plan[name] for name in shown}) for plan in missed)
