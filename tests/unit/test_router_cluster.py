@@ -10,7 +10,8 @@ import pytest
 
 from headrace.replica_health import SILENT_S, Probe
 from headrace.router.blocks.kv_events import SourceSchema
-from headrace.router.cluster import BOOKING_TIMEOUT_S, Cluster, Prompt
+from headrace.router.bookings import BOOKING_TIMEOUT_S
+from headrace.router.cluster import Cluster, Prompt
 from headrace.router.placement.request import NoDecodeReplicaError
 from headrace.router.plan import RouterSettings
 from headrace_engine.kv_groups import BlockUse

@@ -4,7 +4,7 @@ A replica's report contains its queue, its running requests, and the cost of its
 transfers. Between two reports, the gateway adds the requests that it has placed on the replica: a
 plan is *booked* until a report lists it as received. Therefore several requests never see the same
 idle replica, neither in a burst nor after a late report, and no request counts twice. A booking is
-removed if no report lists the plan within `BOOKING_TIMEOUT_S`. Other gateways' requests are in the
+removed if no report lists the plan in time (`bookings`). Other gateways' requests are in the
 reports.
 
 The blocks that replicas hold are known from their KV events (`blocks`). Blocks that plans will make
@@ -30,6 +30,7 @@ from headrace.router.blocks.block_index import BlockIndex
 from headrace.router.blocks.block_index import warm as warm_index
 from headrace.router.blocks.kv_events import KvEventProcessor
 from headrace.router.blocks.pending_blocks import PendingBlocks
+from headrace.router.bookings import Booking, Bookings, count_decode
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.pair_search import ELSEWHERE, WITHIN
 from headrace.router.placement.place import place, rank
@@ -41,7 +42,6 @@ from headrace_engine.reporting.report import Report
 from headrace_engine.step_time import StepTime, pairs_of
 from headrace_kvstore.lookup.availability import AvailableRun
 
-BOOKING_TIMEOUT_S = 5.0
 PENDING_TIMEOUT_S = 30.0
 """How long a plan's blocks may take to arrive, beyond three times the predicted time."""
 
@@ -75,20 +75,6 @@ class LatencyTargets(NamedTuple):
 
 
 NO_TARGETS = LatencyTargets()
-
-
-class _Booking(NamedTuple):
-    """A plan's share of an engine's work, until the engine's reports include it."""
-
-    at_s: float
-    tokens: int = 0
-    """Prompt tokens that the engine will compute, and (`pairs`) their attention pairs."""
-    pairs: int = 0
-    context: int = 0
-    """Tokens of KV at the start of the answer, on the engine that decodes."""
-    decodes: bool = False
-    adapter: str = ""
-    """Digest of the LoRA adapter that it makes the engine load, or uses."""
 
 
 class _NewReport(NamedTuple):
@@ -132,7 +118,7 @@ class Cluster:
         self._new_reports: dict[str, _NewReport] = {}
         self._kinds: Counter[str] = Counter()  # replicas by KV identity
         self._machines: Counter[str] = Counter()  # replicas by machine
-        self._bookings: dict[str, dict[str, _Booking]] = {}
+        self._bookings = Bookings()
         self._hidden: set[str] = set()  # replicas that the view shows as unhealthy
         self._explore_at_s = -math.inf
 
@@ -170,8 +156,7 @@ class Cluster:
         self._new_reports[name] = _NewReport(report, steps, now_s)
         if last is None:
             self._update_view()
-        for plan in report.heard:
-            self._bookings[name].pop(plan, None)
+        self._bookings.remove_received(name, report.heard)
         self.replica_health.on_report(name, now_s, draining=report.draining)
 
     def _update_view(self) -> None:
@@ -191,7 +176,7 @@ class Cluster:
         last, node = self._reports.get(name), view.node(report.machine)
         if last is None:
             view.add(name, report.role, node, step_tokens=report.step_tokens)
-            self._bookings[name] = {}
+            self._bookings.add_replica(name)
         row = view.row(name)
         if steps is not None:
             view.set_steps(row, steps)
@@ -214,7 +199,7 @@ class Cluster:
         if report.transfer is not None:
             for link in (WITHIN, ELSEWHERE):
                 view.set_fit(link, *report.transfer)
-        ahead = self._bookings[name].values()
+        ahead = self._bookings.of(name)
         engine["running"] = report.running + report.coming
         engine["context"] = report.context + report.coming_context
         engine["prompts"] = report.prompts + sum(each.tokens > 0 for each in ahead)
@@ -227,7 +212,7 @@ class Cluster:
             now_s,
         )
         for each in ahead:
-            self._count_decode(name, each, 1)
+            count_decode(view, row, each, report.block_use, 1)
 
     def remove_replica(self, replica: str) -> None:
         """Remove a replica that no longer exists."""
@@ -240,7 +225,7 @@ class Cluster:
             self._pending.remove_holder(holder)
         view.remove(replica)
         self._count(self._reports.pop(replica), None)
-        del self._bookings[replica]
+        self._bookings.remove_replica(replica)
         self._hidden.discard(replica)
         self.replica_health.remove_reports(replica)
 
@@ -250,12 +235,9 @@ class Cluster:
         self._update_view()
         self._pending.expire(now_s)
         self.index.maintain()
-        for name, booked in self._bookings.items():
-            for plan in [
-                one for one, each in booked.items() if now_s - each.at_s > BOOKING_TIMEOUT_S
-            ]:
-                self._release(name, plan, now_s)
-                self.counts["expired"] += 1
+        for name, plan in self._bookings.expired(now_s):
+            self._release(name, plan, now_s)
+            self.counts["expired"] += 1
         if self._view is None:
             return
         # The means of all replicas' figures hold for every replica.
@@ -348,7 +330,7 @@ class Cluster:
         return {
             "replicas": len(self._reports),
             "oldest_report_s": round(self.oldest_report_s(now_s), 3),
-            "booked": sum(map(len, self._bookings.values())),
+            "booked": len(self._bookings),
             "plans": dict(self.counts),
             "index": self.index.stats(),
             "events": self.events.stats(),
@@ -423,7 +405,7 @@ class Cluster:
         """
         seconds = np.zeros((2, len(view.engines)))
         for name, report in self._reports.items():
-            booked = {each.adapter for each in self._bookings[name].values() if each.adapter}
+            booked = self._bookings.adapters(name)
             if adapter not in report.adapters and adapter not in booked:
                 is_full = len(booked.union(report.adapters)) >= report.adapter_slots
                 load_s = report.adapter_load_s
@@ -453,13 +435,13 @@ class Cluster:
             )
         tokens = plan.compute_tokens
         pairs = pairs_of(prompt.tokens - tokens, prompt.tokens)
-        work = _Booking(now_s, tokens, pairs, adapter=prompt.adapter)
-        answers = _Booking(now_s, adapter=prompt.adapter) if plan.replica else work
-        self._reserve(
-            plan.decode, plan, answers._replace(context=prompt.tokens, decodes=True), now_s
-        )
-        if plan.replica:
-            self._reserve(plan.replica, plan, work, now_s)
+        work = Booking(now_s, tokens, pairs, adapter=prompt.adapter)
+        answers = Booking(now_s, adapter=prompt.adapter) if plan.replica else work
+        answers = answers._replace(context=prompt.tokens, decodes=True)
+        for name, booking in ((plan.decode, answers), (plan.replica, work)):
+            if name:
+                use = self._reports[name].block_use
+                self._bookings.add(view, name, plan.request_id, booking, use)
         rows = [view.row(name) for name in (plan.replica, plan.decode) if name]
         holders = [int(view.engines[row]["hbm"]) for row in rows]
         until_s = now_s + 3.0 * plan.predicted_ttft_s + PENDING_TIMEOUT_S
@@ -467,32 +449,10 @@ class Cluster:
             plan.request_id, [one for one in holders if one >= 0], prompt.keys, until_s
         )
 
-    def _reserve(self, name: str, plan: Plan, booked: _Booking, now_s: float) -> None:
-        self._bookings[name][plan.request_id] = booked
-        row = self._known_view.row(name)
-        self._known_view.reserve(row, booked.tokens, booked.pairs, now_s)
-        self._known_view.engines[row]["prompts"] += booked.tokens > 0
-        self._count_decode(name, booked, 1)
-
     def _release(self, name: str, plan: str, now_s: float) -> None:
-        booked = self._bookings.get(name, {}).pop(plan, None)
-        if booked is not None:
-            row = self._known_view.row(name)
-            self._known_view.reserve(row, -booked.tokens, -booked.pairs, now_s)
-            self._known_view.engines[row]["prompts"] -= booked.tokens > 0
-            self._count_decode(name, booked, -1)
-
-    def _count_decode(self, name: str, booked: _Booking, sign: int) -> None:
-        """Add a request to the ones that an engine decodes (sign 1), or remove it (-1)."""
-        if not booked.decodes:
-            return
-        view, use = self._known_view, self._reports[name].block_use
-        engine = view.engines[view.row(name)]
-        blocks = use.blocks(-(-booked.context // view.block_tokens))
-        engine["running"] += sign
-        engine["context"] += sign * booked.context
-        if engine["free_blocks"] >= 0:  # they are known
-            engine["free_blocks"] = max(0, engine["free_blocks"] - sign * blocks)
+        if name in self._reports:
+            use = self._reports[name].block_use
+            self._bookings.release(self._known_view, name, plan, use, now_s)
 
 
 def warm() -> None:
