@@ -20,6 +20,7 @@ import pytest
 
 from headrace.forkserver import LAUNCHER, SERVER, listen
 from headrace.forkserver.launcher import ADDRESS_VARIABLE
+from headrace.forkserver.server import WITH_RAY
 
 END_S = 30.0
 ABOUT = """
@@ -279,6 +280,16 @@ def test_children_draw_different_random_numbers() -> None:
     server.end()
 
     assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+
+
+def test_rays_workers_draw_different_ids() -> None:
+    """Else Ray takes a task of one worker for that of another."""
+    server = Server(os.getpid(), ",".join(WITH_RAY))
+    code = "import ray._raylet; print(ray._raylet.UniqueID.from_random().hex())"
+    drawn = [server.start("-c", code).communicate(timeout=120)[0] for _ in range(2)]
+    server.end()
+
+    assert drawn[0] and drawn[1] and drawn[0] != drawn[1]
 
 
 def test_many_at_once(server: Server) -> None:

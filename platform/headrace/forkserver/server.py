@@ -9,6 +9,11 @@ Ray reads its variables, among them the number of the job, when its library is l
 modules that import Ray are imported when the first of Ray's workers is asked for, with that
 worker's variables.
 
+Ray's library draws the ids of tasks and objects from a generator that is seeded once a process, at
+the first draw. If this process drew, all its children would have the same ids, and a process that
+two of them call would fail (`Check failed: erased == 1`). A module that defines an actor class
+draws, and `ray.serve` imports some, so the children import it themselves.
+
 A child that is a worker of Ray's begins by forking a server of its own, before it has threads. That
 server forks the processes that the worker starts later. So an engine is a descendant of its
 replica, as it would be without forks, and ends with it.
@@ -51,9 +56,14 @@ logger = logging.getLogger("headrace.forkserver")
 
 FIRST = ("vllm.entrypoints.openai.api_server",)
 WITH_RAY = (
-    "headrace.app",
-    "headrace.gateway.deployment",
-    "ray.serve._private.replica",
+    "ray",
+    "pandas",
+    "httpx",
+    "headrace.gateway.app",
+    "headrace_engine.connector.connector",
+    "headrace_engine.pull_proof.connector",
+    "headrace_decode.llm.planned_llm",
+    "headrace_kvstore.node.node",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.gpu_model_runner",
