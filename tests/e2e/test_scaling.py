@@ -83,6 +83,22 @@ def test_engines_that_serve_keep_the_file_of_the_readiness_probe(served: ServedA
     until(lambda: age_s() < 10, 60, "an engine touches it again", served.logs)
 
 
+def test_a_killed_controller_takes_no_replica_with_it(
+    served: ServedApp, client: httpx.Client
+) -> None:
+    before = {each["replica_id"] for each in replicas(client)}
+    killed = served.controller()
+    assert killed is not None
+    with streams(served) as load:
+        until(lambda: len(load.answers) >= STREAMS, 120, "streams run")
+        killed.kill()
+        until(lambda: served.controller() not in (None, killed), 120, "there is another one")
+        for role in ("prefill", "decode"):
+            until(lambda role=role: served.count(role) == 2, 120, f"it has found {role} again")  # type: ignore[misc]
+    assert_none_lost(load.stop())
+    assert {each["replica_id"] for each in replicas(client)} == before
+
+
 def test_scaling_by_hand_loses_no_stream(served: ServedApp, client: httpx.Client) -> None:
     with streams(served) as load:
 

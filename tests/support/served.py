@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from headrace.forkserver import SERVER, listen, py_executable
 from headrace.forkserver.launcher import ADDRESS_VARIABLE
@@ -226,6 +228,14 @@ class ServedApp:
         """How many replicas of a deployment are in this state."""
         found = self.status()["deployments"].get(deployment, {})
         return int(found.get(state, 0))
+
+    def controller(self) -> psutil.Process | None:
+        """Serve's controller; None while there is none."""
+        for process in psutil.Process(self._driver.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] and "ServeController" in process.cmdline()[0]:
+                    return process
+        return None
 
     def wait_running(self, limit_s: float) -> float:
         """Until every deployment has what its config wants; the seconds that it took."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +56,32 @@ def test_an_engine_logs_as_its_replica_was_told_to(capfd: pytest.CaptureFixture[
         "message": "3 MiB",
         "request_id": "r",
     }
+
+
+SERVE_WRITES_ON = """
+import logging, logging.config, sys
+from ray.serve._private.logging_utils import configure_component_logger
+from ray.serve.schema import LoggingConfig
+from headrace_engine.reporting import logs
+
+configure_component_logger(
+    component_name="decode",
+    component_id="x",
+    logging_config=LoggingConfig(logs_dir=sys.argv[1]),
+    max_bytes=1 << 20,
+    backup_count=1,
+)
+logs.set_up("decode", "INFO", True)
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})  # as vLLM does
+logging.getLogger("ray.serve").info("after the engine has started")
+"""
+
+
+def test_serves_log_goes_on_when_vllm_has_configured_its_own(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SERVE_WRITES_ON, str(tmp_path)], check=True, timeout=60)
+
+    [log] = tmp_path.glob("*.log")
+    assert "after the engine has started" in log.read_text()
 
 
 def test_plain_text_can_be_asked_for(capfd: pytest.CaptureFixture[str]) -> None:

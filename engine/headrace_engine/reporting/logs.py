@@ -4,6 +4,11 @@ A log is one JSON object a line on stderr, which Ray collects per process. An en
 vLLM's, and configure vLLM's logs only: without this, only warnings of Headrace's parts would reach
 a file from there, and without their role. So the replica puts its settings into the environment,
 and vLLM's processes read them by the entry point `headrace_logs` of `vllm.general_plugins`.
+
+vLLM configures its logs by `logging.config.dictConfig` when an engine starts, which closes all
+handlers of the process. Serve's stay attached, but a closed one of theirs keeps each record in
+memory, writes none to Serve's file, and has Serve take a replica for a failed one when its
+controller starts again. So they are kept open.
 """
 
 from __future__ import annotations
@@ -13,8 +18,11 @@ import logging
 import os
 import sys
 import time
+from logging.handlers import MemoryHandler
 from typing import Any, TextIO
 
+SERVE = "ray.serve"
+"""Name of Serve's logger."""
 ENVIRONMENT = "HEADRACE_LOGS"
 """Name of the variable that holds the arguments of `set_up`, as JSON."""
 
@@ -68,6 +76,15 @@ def set_up(role: str, level: str, as_json: bool, to: TextIO | None = None) -> No
     root.setLevel(level)
     root.propagate = False
     os.environ[ENVIRONMENT] = json.dumps({"role": role, "level": level, "as_json": as_json})
+    _keep_open(*logging.getLogger(SERVE).handlers)
+
+
+def _keep_open(*handlers: logging.Handler) -> None:
+    """Have `close` of these handlers, and of those that they write to, only flush."""
+    for handler in handlers:
+        handler.close = handler.flush  # type: ignore[method-assign]
+        if isinstance(handler, MemoryHandler) and handler.target is not None:
+            _keep_open(handler.target)
 
 
 def take_up() -> None:
