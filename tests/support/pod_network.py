@@ -4,7 +4,7 @@ added here; what is outside of the release reaches only the ports that its polic
 
     python -m tests.support.pod_network SOCKET HOST PORT
 
-forwards connections of a Unix socket to a port; it runs in the network of the bridge.
+forwards connections of a Unix socket to a port.
 """
 
 from __future__ import annotations
@@ -144,9 +144,12 @@ class Pod:
         ask = f"import urllib.request as r; r.urlopen({url!r}, timeout=5)"
         return self.run([os.path.realpath(sys.executable), "-c", ask]).returncode == 0
 
-    def terminate(self, grace_s: float) -> None:
-        """End the pod as the kubelet does: SIGTERM to its first process, SIGKILL after a time."""
+    def stop(self) -> None:
+        """Begin to end the pod as the kubelet does: SIGTERM to its first process."""
         self.run(["kill", "-TERM", "1"])
+
+    def end(self, grace_s: float) -> None:
+        """Wait until a stopped pod has ended; after its grace period, kill it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
         self.kill()
@@ -215,13 +218,22 @@ class PodNetwork:
         policies = of_kind(self.objects, "NetworkPolicy")
         if not allowed(policies, "Ingress", pod.labels, {}, namespace, port):
             raise PermissionError(f"{namespace} does not reach port {port} of {pod.name}")
-        path = self.folder / f"{pod.name}-{port}-{len(self._forwarders)}.sock"
-        command = [sys.executable, "-m", __name__, str(path), pod.address, str(port)]
-        enter = ["nsenter", "--target", str(self._switch.pid), "--net"]
+        return self._forwarded(self._switch.pid, pod.address, port, **options)
+
+    def port_forward(self, pod: Pod, port: int, **options: Any) -> httpx.Client:
+        """An HTTP client through `kubectl port-forward`: no policy holds, and the pod sees a client
+        on its own loopback."""
+        return self._forwarded(pod.process.pid, "127.0.0.1", port, **options)
+
+    def _forwarded(self, network_of: int, host: str, port: int, **options: Any) -> httpx.Client:
+        """A client whose connections begin in the network of a process."""
+        path = self.folder / f"forward-{len(self._forwarders)}.sock"
+        command = [sys.executable, "-m", __name__, str(path), host, str(port)]
+        enter = ["nsenter", "--target", str(network_of), "--net"]
         self._forwarders.append(subprocess.Popen([*enter, *command]))
         until(path.exists, 30, "the forwarder")
         transport = httpx.HTTPTransport(uds=str(path))
-        return httpx.Client(transport=transport, base_url="http://pod", **options)
+        return httpx.Client(transport=transport, base_url=f"http://{host}:{port}", **options)
 
     def logs(self, lines: int = 15) -> str:
         """The ends of the pods' logs, and of Serve's in them."""
