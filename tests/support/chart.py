@@ -1,6 +1,6 @@
 """The Helm chart, rendered by Helm's own engine.
 
-`python -m tests.support.chart` writes the snapshots anew: do so after a change that is meant, and
+`python -m tests.support.chart` writes the snapshots again: do so after a change that is meant, and
 read what it changed.
 """
 
@@ -16,13 +16,14 @@ import helm_python as helm
 import pytest
 import yaml
 
+from tests.support.chart_objects import LOADER, groups, of_kind
+
 CHART = Path(__file__).resolve().parents[2] / "helm" / "headrace"
 PRESETS = ("laptop", "gpu-node", "gpu-cluster")
 SNAPSHOTS = Path(__file__).resolve().parents[1] / "data" / "chart"
 REVIEWED = ("laptop", "gpu-cluster")
 KEYS = {"apiKeys": {"existingSecret": "headrace-keys"}}
 GROUPS = ("gateway", "prefill", "decode")
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -80,22 +81,15 @@ def _objects(values: str, name: str) -> str:
     )
 
 
-def of_kind(kind: str, values: Mapping[str, Any], name: str = "demo") -> list[dict[str, Any]]:
-    """The objects of one kind."""
-    return [one for one in objects(values, name) if one["kind"] == kind]
-
-
 def ray_service(values: Mapping[str, Any], name: str = "demo") -> dict[str, Any]:
     """The RayService."""
-    [found] = of_kind("RayService", values, name)
+    [found] = of_kind(objects(values, name), "RayService")
     return found
 
 
 def pods(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The pod template of each group, by role: head, gateway, prefill, decode."""
-    cluster = ray_service(values)["spec"]["rayClusterConfig"]
-    workers = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
-    return {"head": cluster["headGroupSpec"]["template"], **workers}
+    """The pod template of each group, by the group's name: head, gateway, prefill, decode."""
+    return {name: group["template"] for name, group in groups(objects(values)).items()}
 
 
 def serve_config(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,12 +115,6 @@ def main_container(values: dict[str, Any], role: str) -> dict[str, Any]:
 def variables(container: dict[str, Any]) -> dict[str, Any]:
     """The variables of a container: a value, or where it comes from."""
     return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
-
-
-def worker_groups(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The worker groups by role."""
-    found = ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    return {each["groupName"]: each for each in found}
 
 
 def refusal(values: dict[str, Any]) -> str:

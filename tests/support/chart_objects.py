@@ -1,20 +1,30 @@
-"""Rendered objects of a release, and what Kubernetes' and KubeRay's schemas say of their lists."""
+"""Rendered objects of a release: how to find them, and what the schemas say of them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import yaml
 
-from tests.support.chart import LOADER
-
 Object = dict[str, Any]
-RULES_SCHEMA = Path(__file__).resolve().parents[1] / "data" / "rayservice_v1.json"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+KUBERNETES = "1.34"
+"""Version of the schemas."""
+CUSTOM_GROUPS = (
+    "ray.io",
+    "monitoring.coreos.com",
+    "gateway.networking.k8s.io",
+    "cert-manager.io",
+    "route.openshift.io",
+)
+"""Groups of APIs that are not Kubernetes' own."""
+RAY_SERVICE_SCHEMA = Path(__file__).resolve().parents[1] / "data" / "rayservice_v1.json"
 UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18} | {
     f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", 1)
 }
@@ -71,13 +81,35 @@ def matches(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bo
     return all(labels.get(key) == value for key, value in wanted.items())
 
 
-# Lists whose items have keys
+# Schemas
 
 
-@lru_cache(maxsize=1)
+def validate_built_in(objects: list[Object]) -> None:
+    """Validate the objects of Kubernetes' own kinds, and the pods of the RayService, by Kubernetes'
+    schemas without unknown fields.
+
+    Raises:
+        kubernetes_validate.ValidationError: one is not valid.
+    """
+    for one in objects:
+        if one["apiVersion"].partition("/")[0] not in CUSTOM_GROUPS:
+            _validate(json.dumps(one))
+    for name, group in groups(objects).items():
+        template = group["template"]
+        pod = {**template, "metadata": {"name": name, **template["metadata"]}}
+        _validate(json.dumps({"apiVersion": "v1", "kind": "Pod", **pod}))
+
+
+@cache
+def _validate(text: str) -> None:
+    """Validate the JSON of an object; many releases have the same."""
+    kubernetes_validate.validate(json.loads(text), KUBERNETES, strict=True)
+
+
+@cache
 def ray_service_schema() -> Object:
     """KubeRay's schema of a RayService."""
-    return dict(json.loads(RULES_SCHEMA.read_text("utf-8")))
+    return dict(json.loads(RAY_SERVICE_SCHEMA.read_text("utf-8")))
 
 
 def schema_of(kind: str) -> Object | None:

@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tests.support.chart_objects import key_of, map_keys, quantity, schema_of
+from tests.support.chart_objects import Object, key_of, map_keys, quantity, schema_of
 
-Object = dict[str, Any]
 CUSTOM = ("RayService", "PodMonitor", "PrometheusRule", "HTTPRoute")
 
 

@@ -365,8 +365,7 @@ def unplaced(objects: list[Object]) -> Iterator[str]:
     offers["head"] = offers.pop("headgroup")
     # A gateway replica asks for its place only (headrace.app).
     wanted = {"gateway": (config.gateway.replicas, 1, [dict(config.gateway.resources)])}
-    served = getattr(config, "served_models", lambda: {"": config})()
-    for model, one in served.items():
+    for model, one in config.served_models().items():
         for role, settings in one.roles().items():
             ranks = int(settings.engine.get("data_parallel_size", 1))
             bundles = llm_config(one, role)["placement_group_config"]["bundles"]

@@ -30,7 +30,8 @@ from headrace.forkserver.launcher import ADDRESS_VARIABLE
 from headrace_engine.serving.ready_file import READY_FILE
 from tests.support import run
 from tests.support.app import until
-from tests.support.chart import merged, pods, preset, ray_service, serve_config
+from tests.support.chart import merged, objects, pods, preset, serve_config
+from tests.support.chart_objects import cluster_of
 from tests.support.program import ROOT, say
 from tests.support.tiny import tiny_llama
 
@@ -75,7 +76,7 @@ def tiny_values() -> dict[str, Any]:
 def resources() -> dict[str, float]:
     """Ray's custom resources that all pods of the release offer together, and room for tests that
     start more replicas."""
-    groups = ray_service(tiny_values())["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    groups = cluster_of(objects(tiny_values()))["workerGroupSpecs"]
     offered: dict[str, float] = {}
     for group in groups:
         for name, count in group["resources"].items():

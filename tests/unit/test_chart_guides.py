@@ -15,6 +15,7 @@ import yaml
 
 from tests.support import chart_rules
 from tests.support.chart import CHART, KEYS, objects, pods, preset, ray_service
+from tests.support.chart_objects import KUBERNETES, validate_built_in
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GUIDES = (
@@ -60,10 +61,7 @@ def test_a_values_block_renders_without_a_fault(block: dict[str, Any]) -> None:
     """On top of the preset for one node, which the pages name."""
     values = layered(NODE, block)
     assert chart_rules.faults(objects(values)) == []
-    for role, template in pods(values).items():
-        pod = {"apiVersion": "v1", "kind": "Pod", **template}
-        pod["metadata"] = {"name": role, **template["metadata"]}
-        kubernetes_validate.validate(pod, "1.34", strict=True)
+    validate_built_in(objects(values))
 
 
 def test_every_platform_has_its_section() -> None:
@@ -86,7 +84,7 @@ def test_the_application_of_argo_cd_names_files_and_values_of_the_chart() -> Non
 def test_the_pod_that_fills_a_claim_mounts_it_as_the_release_does() -> None:
     found = [one for one in blocks("kubernetes-platforms") if one.get("kind") == "Pod"]
     [loader] = found
-    kubernetes_validate.validate(loader, "1.34", strict=True)
+    kubernetes_validate.validate(loader, KUBERNETES, strict=True)
     [mount] = loader["spec"]["containers"][0]["volumeMounts"]
     values = layered(NODE, {"modelCache": {"type": "claim", "claimName": "models"}})
     spec = pods(values)["decode"]["spec"]

@@ -9,16 +9,17 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.support.chart import CHART, merged, of_kind
-from tests.unit.test_chart import MATRIX
+from tests.support.chart import CHART, merged, objects
+from tests.support.chart_objects import of_kind
+from tests.support.chart_sets import SETS
 
 
 def test_alerts_link_to_the_runbook_of_the_released_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
 
     def links(address: str) -> list[str]:
-        values = merged(MATRIX["everything"], {"monitoring.runbookUrl": address})
-        [rule] = of_kind("PrometheusRule", values)
+        values = merged(SETS["everything"], {"monitoring.runbookUrl": address})
+        [rule] = of_kind(objects(values), "PrometheusRule")
         alerts = [one for group in rule["spec"]["groups"] for one in group["rules"]]
         return [alert["annotations"]["runbook_url"] for alert in alerts]
 
@@ -51,7 +52,7 @@ def test_all_dashboards_are_shipped_and_link_to_the_runbook_and_the_console(
     changes: dict[str, Any], runbook: str, console: str
 ) -> None:
     version = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))["appVersion"]
-    maps = of_kind("ConfigMap", merged(MATRIX["everything"], changes))
+    maps = of_kind(objects(merged(SETS["everything"], changes)), "ConfigMap")
     texts = {
         name: text
         for one in maps
@@ -85,10 +86,10 @@ def selectors(expression: Any) -> list[Any]:
 def test_the_alerts_of_a_release_look_at_its_own_pods() -> None:
     """Two releases would otherwise both fire for one, and `absent` would be silent while another
     one lives. The PodMonitor sets the label."""
-    values = MATRIX["everything"]
-    [monitor] = of_kind("PodMonitor", values)
+    values = SETS["everything"]
+    [monitor] = of_kind(objects(values), "PodMonitor")
     assert monitor["spec"]["podTargetLabels"] == ["app.kubernetes.io/instance"]
-    [rule] = of_kind("PrometheusRule", values)
+    [rule] = of_kind(objects(values), "PrometheusRule")
     alerts = [one for group in rule["spec"]["groups"] for one in group["rules"]]
     for alert in alerts:
         found = selectors(promql_parser.parse(alert["expr"]))
@@ -101,6 +102,6 @@ def test_the_alerts_of_a_release_look_at_its_own_pods() -> None:
 
 def test_without_the_pod_monitor_the_alerts_ask_for_no_label_of_its_own() -> None:
     [rule] = of_kind(
-        "PrometheusRule", merged(MATRIX["everything"], {"monitoring.podMonitor": False})
+        objects(merged(SETS["everything"], {"monitoring.podMonitor": False})), "PrometheusRule"
     )
     assert "app_kubernetes_io_instance" not in str(rule)

@@ -1,4 +1,4 @@
-"""What the chart's values say of pods, and the template that is merged into them."""
+"""Values of all pods: variables, users, text, and the template that is merged into them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from tests.support.chart import (
     main_container,
     merged,
     objects,
-    of_kind,
     pods,
     preset,
-    ray_service,
     variables,
-    worker_groups,
 )
+from tests.support.chart_objects import of_kind
 
 LAPTOP = preset("laptop")
-NODE = preset("gpu-node")
 CLUSTER = preset("gpu-cluster")
 ENGINES = ("prefill", "decode")
-
-
-# What the values say of pods
 
 
 @pytest.mark.parametrize("role", ["head", *GROUPS])
@@ -79,7 +73,7 @@ def test_numbers_and_booleans_are_taken_where_kubernetes_wants_text(
     assert decode["spec"]["nodeSelector"] == {"gpu": text}
     assert decode["metadata"]["annotations"] == {"a": text}
     assert (decode["metadata"]["labels"]["b"], decode["metadata"]["labels"]["e"]) == (text, text)
-    [service] = of_kind("Service", values)
+    [service] = of_kind(objects(values), "Service")
     assert service["metadata"]["annotations"] == {"d": text}
 
 
@@ -90,66 +84,17 @@ def test_cpus_memory_and_tags_may_be_numbers() -> None:
     assert container["resources"]["limits"] == {"cpu": "8", "memory": "17179869184"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "keys"),
-    [
-        ({}, ["nvidia.com/gpu"]),
-        (
-            {"decode.tolerations": [{"key": "team", "operator": "Exists"}]},
-            ["nvidia.com/gpu", "team"],
-        ),
-        (
-            {"decode.gpuKey": "nvidia.com/mig-3g.40gb"},
-            ["nvidia.com/mig-3g.40gb", "nvidia.com/gpu"],
-        ),
-        ({"decode.gpuKey": "amd.com/gpu"}, ["amd.com/gpu"]),
-        (
-            {"decode.resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
-            ["nvidia.com/gpu"],
-        ),
-    ],
-    ids=str,
-)
-def test_engines_tolerate_the_taint_of_their_nodes_and_ones_own(
-    changes: dict[str, Any], keys: list[str]
-) -> None:
-    tolerations = pods(merged(CLUSTER, changes))["decode"]["spec"]["tolerations"]
-    assert [each["key"] for each in tolerations] == keys
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"decode.gpuKey": "nvidia.com/mig-3g.40gb"},
-        {"decode.resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
-    ],
-    ids=str,
-)
-def test_rays_autoscaler_knows_the_gpus_of_an_engine_pod(changes: dict[str, Any]) -> None:
-    """Otherwise it reads only keys that end in `gpu`, and never adds a pod with another one."""
-    from ray.autoscaler._private.kuberay.autoscaling_config import _get_num_gpus
-
-    group = worker_groups(merged(CLUSTER, changes))["decode"]
-    resources = main_container(merged(CLUSTER, changes), "decode")["resources"]
-    found = _get_num_gpus(group["resources"], group["rayStartParams"], resources, "decode")
-    assert found == 1
-
-
 def test_the_cluster_may_choose_the_user() -> None:
     """OpenShift gives each namespace a range, and refuses others."""
     values = merged(CLUSTER, {"podSecurity.userId": None})
     specs = [template["spec"] for template in pods(values).values()]
-    specs += [job["spec"]["template"]["spec"] for job in of_kind("Job", values)]
-    specs += [pod["spec"] for pod in of_kind("Pod", values)]
+    specs += [job["spec"]["template"]["spec"] for job in of_kind(objects(values), "Job")]
+    specs += [pod["spec"] for pod in of_kind(objects(values), "Pod")]
     for spec in specs:
         assert not {"runAsUser", "runAsGroup", "fsGroup"} & spec["securityContext"].keys()
         assert spec["securityContext"]["runAsNonRoot"] is True
     chosen = merged(CLUSTER, {"podSecurity.userId": 1000660000})
     assert pods(chosen)["head"]["spec"]["securityContext"]["fsGroup"] == 1000660000
-
-
-# The generic pod template
 
 
 def test_a_pod_template_is_merged_as_kubernetes_would() -> None:
@@ -212,71 +157,3 @@ def test_a_pod_template_concerns_its_group_alone() -> None:
     change = {"decode.podTemplate": {"spec": {"priorityClassName": "high"}}}
     before, after = pods(CLUSTER), pods(merged(CLUSTER, change))
     assert {role for role in before if before[role] != after[role]} == {"decode"}
-
-
-def test_the_ray_service_carries_labels_for_queues_and_all_objects_the_common_ones() -> None:
-    values = merged(
-        CLUSTER,
-        {
-            "rayService.labels": {"kueue.x-k8s.io/queue-name": "llm"},
-            "rayService.annotations": {"a": "b"},
-            "commonLabels": {"team": "search"},
-            "monitoring.podMonitor": True,
-        },
-    )
-    metadata = ray_service(values)["metadata"]
-    assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "llm"
-    assert metadata["annotations"] == {"a": "b"}
-    assert all(one["metadata"]["labels"]["team"] == "search" for one in objects(values))
-    for one in objects(values):
-        assert "team" not in str(one.get("spec", {}).get("selector", ""))
-    assert all(each["metadata"]["labels"]["team"] == "search" for each in pods(values).values())
-
-
-def test_more_objects_are_rendered_with_the_release() -> None:
-    kind = {"apiVersion": "v1", "kind": "ConfigMap"}
-    values = merged(
-        LAPTOP,
-        {
-            "extraObjects": [
-                {**kind, "metadata": {"name": "{{ .Release.Name }}-more"}},
-                "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: second",
-            ]
-        },
-    )
-    names = {one["metadata"]["name"] for one in of_kind("ConfigMap", values)}
-    assert {"demo-more", "second"} <= names
-
-
-def test_the_service_and_its_account_take_what_clouds_ask_for() -> None:
-    spec = {
-        "loadBalancerClass": "service.k8s.aws/nlb",
-        "loadBalancerSourceRanges": ["10.0.0.0/8"],
-        "externalTrafficPolicy": "Local",
-        "ipFamilyPolicy": "PreferDualStack",
-    }
-    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/llm"}
-    values = merged(
-        LAPTOP,
-        {"service.type": "LoadBalancer", "service.spec": spec, "serviceAccount.annotations": role},
-    )
-    [service] = of_kind("Service", values)
-    assert service["spec"].items() >= {**spec, "type": "LoadBalancer"}.items()
-    [account] = of_kind("ServiceAccount", values)
-    assert account["metadata"]["annotations"] == role
-
-
-@pytest.mark.parametrize(("secret", "name"), [("", "http"), ("tls", "https")])
-def test_the_services_port_says_what_it_speaks(secret: str, name: str) -> None:
-    [service] = of_kind("Service", merged(LAPTOP, {"tls.existingSecret": secret}))
-    [port] = service["spec"]["ports"]
-    assert (port["name"], port["appProtocol"]) == (name, name)
-
-
-def test_the_autoscalers_options_are_merged_with_its_rights() -> None:
-    scaling = {"min_replicas": 1, "max_replicas": 2}
-    options = {"resources": {"limits": {"memory": "1Gi"}}, "idleTimeoutSeconds": 300}
-    values = merged(LAPTOP, {"config.decode.autoscaling": scaling, "autoscalerOptions": options})
-    found = ray_service(values)["spec"]["rayClusterConfig"]["autoscalerOptions"]
-    assert found.items() >= options.items()
-    assert found["securityContext"]["allowPrivilegeEscalation"] is False

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import merged, of_kind, pods, preset, ray_service, variables
+from tests.support.chart import merged, objects, pods, preset, ray_service, variables
+from tests.support.chart_objects import of_kind
 from tests.support.kuberay import Cluster, Operator, compared
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "recovery.md").read_text("utf-8")
@@ -157,7 +158,7 @@ def test_serve_tries_an_engine_20_times_before_it_stops() -> None:
 
 def test_a_drain_takes_a_ready_pod_only_when_another_one_has_come_back() -> None:
     """Each node has one pod of a role. An eviction is granted if enough pods stay ready."""
-    for budget in of_kind("PodDisruptionBudget", preset("gpu-cluster")):
+    for budget in of_kind(objects(preset("gpu-cluster")), "PodDisruptionBudget"):
         least = budget["spec"]["minAvailable"]
         ready = count = least + 1
         for _ in range(count):
@@ -185,7 +186,9 @@ def test_which_corrections_make_new_pods(changes: dict[str, Any], new_cluster: b
 def test_pods_that_wait_for_the_claim_name_it_and_not_its_class() -> None:
     cluster = preset("gpu-cluster")
     other = merged(cluster, {"modelCache.storageClassName": "fast"})
-    [before], [after] = (of_kind("PersistentVolumeClaim", values) for values in (cluster, other))
+    [before], [after] = (
+        of_kind(objects(values), "PersistentVolumeClaim") for values in (cluster, other)
+    )
     assert before["spec"] != after["spec"]
     assert pods(cluster) == pods(other)
 

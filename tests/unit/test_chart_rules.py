@@ -9,25 +9,16 @@ import pytest
 
 from tests.support import chart_rules as rules
 from tests.support.chart import merged, objects, preset
-from tests.support.chart_objects import of_kind, pod_templates
+from tests.support.chart_objects import groups, of_kind, pod_templates
 
 CLUSTER = preset("gpu-cluster")
 Objects = list[dict[str, Any]]
 Change = Callable[[Objects], None]
 
 
-def group(release: Objects, name: str) -> dict[str, Any]:
-    """A worker group, or the head's."""
-    cluster = of_kind(release, "RayService")[0]["spec"]["rayClusterConfig"]
-    if name == "head":
-        return dict(cluster["headGroupSpec"])
-    [found] = [each for each in cluster["workerGroupSpecs"] if each["groupName"] == name]
-    return dict(found)
-
-
 def main(release: Objects, name: str) -> dict[str, Any]:
     """The main container of a group; changes of it are changes of the release."""
-    found: dict[str, Any] = group(release, name)["template"]["spec"]["containers"][0]
+    found: dict[str, Any] = groups(release)[name]["template"]["spec"]["containers"][0]
     return found
 
 
@@ -62,15 +53,13 @@ def budget(release: Objects, **spec: Any) -> None:
 
 def replicas(release: Objects, count: int) -> None:
     """Change the number of decode pods."""
-    cluster = of_kind(release, "RayService")[0]["spec"]["rayClusterConfig"]
-    for each in cluster["workerGroupSpecs"]:
-        if each["groupName"] == "decode":
-            each.update(replicas=count, minReplicas=count, maxReplicas=count)
+    changed = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), count)
+    groups(release)["decode"].update(changed)
 
 
 def offers(release: Objects, role: str, **resources: str | None) -> None:
     """Change what Ray's autoscaler is told of a group's pods; None removes a key."""
-    told = group(release, role)["resources"]
+    told = groups(release)[role]["resources"]
     for key, value in resources.items():
         told[key] = value
         if value is None:
@@ -79,7 +68,7 @@ def offers(release: Objects, role: str, **resources: str | None) -> None:
 
 def shm(release: Objects, size: str) -> None:
     """Change the size of /dev/shm of decode pods."""
-    volumes = group(release, "decode")["template"]["spec"]["volumes"]
+    volumes = groups(release)["decode"]["template"]["spec"]["volumes"]
     [found] = [volume for volume in volumes if volume["name"] == "shm"]
     found["emptyDir"]["sizeLimit"] = size
 
@@ -149,7 +138,7 @@ FAULTS: list[tuple[str, Change, str]] = [
     ),
     (
         "a label that is a number",
-        lambda r: group(r, "decode")["template"]["metadata"]["labels"].update(rack=7),
+        lambda r: groups(r)["decode"]["template"]["metadata"]["labels"].update(rack=7),
         "label rack is 7",
     ),
     (
@@ -231,7 +220,9 @@ FAULTS: list[tuple[str, Change, str]] = [
     ),
     (
         "a grace period that ends before",
-        lambda r: group(r, "gateway")["template"]["spec"].update(terminationGracePeriodSeconds=140),
+        lambda r: groups(r)["gateway"]["template"]["spec"].update(
+            terminationGracePeriodSeconds=140
+        ),
         "gateway: drains 120",
     ),
     # Resources

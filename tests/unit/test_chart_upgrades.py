@@ -1,5 +1,5 @@
-"""`helm upgrade` between any two presets, by twenty edits and back: each object that is there can
-be patched to the new one, by Helm 3, Helm 4 and Argo CD."""
+"""`helm upgrade` between any two presets, and by edits and back: which objects Helm 3, Helm 4 and
+Argo CD can patch to the new ones, and which changes make a new Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import chart_rules as rules
-from tests.support.chart import PRESETS, merged, objects, preset
+from tests.support.chart import PRESETS, merged, objects, preset, ray_service
 from tests.support.chart_objects import Object
 from tests.support.chart_patches import (
     created,
@@ -20,6 +20,7 @@ from tests.support.chart_patches import (
     server_side_apply,
     upgraded,
 )
+from tests.support.kuberay import compared
 
 Changes = dict[str, Any]
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "recovery.md").read_text("utf-8")
@@ -117,10 +118,6 @@ def wrong(old: list[Object], new: list[Object]) -> list[str]:
     return found
 
 
-def test_there_are_at_least_twenty_edits() -> None:
-    assert len(EDITS) >= 20
-
-
 @pytest.mark.parametrize(("old", "new"), list(permutations(PRESETS, 2)))
 def test_a_preset_can_be_changed_to_any_other(old: str, new: str) -> None:
     assert wrong(objects(preset(old)), objects(preset(new))) == []
@@ -145,10 +142,47 @@ def test_a_field_that_no_upgrade_can_change_is_known(
     assert said.split()[2] in GUIDE, "it says what to do"
 
 
+@pytest.mark.parametrize(
+    ("changes", "new_cluster"),
+    [
+        ({"config.router.policy": "local"}, False),
+        ({"config.gateway.max_concurrent": 7}, False),
+        ({"config.speculation.enabled": True}, False),
+        ({"config.model.source": "org/other"}, False),
+        ({"config.decode.engine": {"max_num_seqs": 7}}, False),
+        ({"config.decode.replicas": 7}, False),
+        ({"config.gateway.replicas": 3}, False),
+        ({"decode.tolerations": [{"operator": "Exists"}]}, False),
+        ({"upgrade.deletionDelaySeconds": 7}, False),
+        ({"service.port": 80}, False),
+        ({"networkPolicy.enabled": False}, False),
+        ({"monitoring.podMonitor": True}, False),
+        ({"config.decode.gpus": 1}, True),
+        ({"config.store.dram_gb": 2}, True),
+        ({"decode.podTemplate": {"metadata": {"labels": {"model": "v2"}}}}, True),
+        ({"rayService.labels": {"team": "search"}}, False),
+        ({"startup.giveUpSeconds": 7200}, False),
+        ({"config.drain_s": 7}, True),
+        ({"image.tag": "next"}, True),
+        ({"rayVersion": "2.61.0"}, True),
+        ({"decode.memory": "7Gi"}, True),
+        ({"disk.type": "hostPath"}, True),
+        ({"preflight.enabled": False}, True),
+        ({"rayToken.enabled": False}, True),
+    ],
+    ids=str,
+)
+def test_which_changes_make_a_new_ray_cluster(changes: dict[str, Any], new_cluster: bool) -> None:
+    """As docs/upgrades.md states it."""
+    laptop = preset("laptop")
+    before, after = ray_service(laptop), ray_service(merged(laptop, changes))
+    assert (compared(before) != compared(after)) is new_cluster
+
+
 # The rules by which patches are made
 
 
-def ray_service(containers: list[Any]) -> Object:
+def service_of(containers: list[Any]) -> Object:
     head = {"template": {"spec": {"containers": containers}}}
     return {
         "kind": "RayService",
@@ -164,18 +198,18 @@ def containers(release: Object) -> list[Any]:
 
 @pytest.mark.parametrize("patch", [server_side_apply, helm3_patch])
 def test_an_item_and_a_field_that_are_named_no_more_are_removed(patch: Any) -> None:
-    old = ray_service([{"name": "a", "env": [{"name": "X", "value": "1"}]}, {"name": "b"}])
-    new = ray_service([{"name": "a", "env": [{"name": "Y", "value": "1"}]}])
+    old = service_of([{"name": "a", "env": [{"name": "X", "value": "1"}]}, {"name": "b"}])
+    new = service_of([{"name": "a", "env": [{"name": "Y", "value": "1"}]}])
     assert containers(patch(created(old), old, new)) == containers(new)
 
 
 def test_an_apply_leaves_items_of_others_and_a_json_merge_does_not() -> None:
     """Such as a sidecar that an admission webhook has put in."""
     old, new = (
-        ray_service([{"name": "a", "image": "1"}]),
-        ray_service([{"name": "a", "image": "2"}]),
+        service_of([{"name": "a", "image": "1"}]),
+        service_of([{"name": "a", "image": "2"}]),
     )
-    live = ray_service([{"name": "a", "image": "1"}, {"name": "injected"}])
+    live = service_of([{"name": "a", "image": "1"}, {"name": "injected"}])
     applied = containers(server_side_apply(live, old, new))
     assert applied == [{"name": "a", "image": "2"}, {"name": "injected"}]
     assert containers(helm3_patch(live, old, new)) == containers(new)
@@ -193,7 +227,7 @@ def test_what_the_server_has_set_stays() -> None:
 
 
 def test_a_changed_job_under_its_old_name_is_refused() -> None:
-    """As before the Job's name changed with its pod."""
+    """A Job's name therefore changes with its pod."""
     [job] = [o for o in objects(preset("gpu-cluster")) if o["kind"] == "Job"]
     image = {"spec.template.spec.containers": [{"name": "model", "image": "registry.corp/other"}]}
     found = list(refusals(created(job), merged(created(job), image)))
