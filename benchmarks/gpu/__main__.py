@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,44 +34,46 @@ def main() -> None:
     if options.part:
         _be_part(BY_NAME[options.part], options.out, options.dry)
         return
-    state = results.read(options.resume)
+    try:
+        state = results.read(options.resume)
+    except ValueError as error:
+        raise SystemExit(f"error: --resume: {error}") from error
     if options.list:
         print(results.table(PARTS, state))
         return
-    parts = [BY_NAME[name] for name in options.only] or results.order(PARTS, state, _commit())
-    parts = [part for part in parts if not part.open]
+    chosen = [BY_NAME[name] for name in options.only]
+    for part in chosen:
+        if part.open:
+            raise SystemExit(f"error: --only: {part.name} cannot run: {part.open}")
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="headrace-gpu-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
     if options.dry:
-        raise SystemExit(_dry_run([BY_NAME[name] for name in options.only] or PARTS, options.logs))
+        raise SystemExit(_dry_run(chosen or [part for part in PARTS if not part.open], logs))
     import torch
 
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU; --dry runs the parts on a CPU, --list prints the list")
-    _run(parts, state, options)
+    try:
+        results.write(options.resume, state)  # before the card's minutes are spent
+    except OSError as error:
+        raise SystemExit(f"error: --resume: {error}") from error
+    parts = chosen or results.order(PARTS, state, _commit())
+    _run(parts, state, options.resume, options.within, logs)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
-    parser.add_argument(
-        *("--resume",), type=Path, metavar="FILE", default=STATE, help="state; default: %(default)s"
-    )
-    parser.add_argument("--only", type=_names, default=[], metavar="PART,...", help="these parts")
-    parser.add_argument(
-        *("--within",),
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="begin no part whose limit would be after these",
-    )
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="gets each part's output")
-    parser.add_argument("--list", action="store_true", help="print the list")
-    parser.add_argument("--dry", action="store_true", help="on a CPU, with tiny shapes")
-    parser.add_argument("--part", choices=BY_NAME, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.logs is None:
-        options.logs = Path(tempfile.mkdtemp(prefix="headrace-gpu-logs-"))
-    options.logs.mkdir(parents=True, exist_ok=True)
-    return options
+    add = parser.add_argument
+    add("--resume", type=Path, metavar="FILE", default=STATE, help="state; default: %(default)s")
+    add("--only", type=_names, default=[], metavar="PART,...", help="these parts")
+    within = "begin no part whose limit would be after these"
+    add("--within", type=float, default=float("inf"), metavar="SECONDS", help=within)
+    add("--logs", type=Path, metavar="FOLDER", help="gets each part's output")
+    add("--list", action="store_true", help="print the list")
+    add("--dry", action="store_true", help="on a CPU, with tiny shapes")
+    add("--part", choices=BY_NAME, help=argparse.SUPPRESS)
+    add("--out", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def _names(text: str) -> list[str]:
@@ -82,15 +85,17 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _run(parts: list[Part], state: results.Results, options: argparse.Namespace) -> None:
-    """Run parts while they fit into the time, and keep what they find."""
-    ends_s = time.monotonic() + options.within
+def _run(
+    parts: Iterable[Part], state: results.Results, file: Path, within_s: float, logs: Path
+) -> None:
+    """Run parts while they fit into the time, and keep what they find in a file."""
+    ends_s = time.monotonic() + within_s
     card, driver = _card()
     for part in parts:
         if time.monotonic() + part.limit_s > ends_s:
             print(f"{part.name}: left for the next call, its limit is {part.limit_s} s", flush=True)
             continue
-        outcome = process.run(part, options.logs / f"{part.name}.log")
+        outcome = process.run(part, log := logs / f"{part.name}.log")
         state.runs[part.name] = results.Run(
             status=outcome.status,
             date=datetime.date.today().isoformat(),
@@ -104,29 +109,28 @@ def _run(parts: list[Part], state: results.Results, options: argparse.Namespace)
             found=outcome.found,
             note=outcome.note,
         )
-        results.write(options.resume, state)
-        _tell(part, outcome)
+        results.write(file, state)
+        _print(part, outcome, log)
 
 
-def _dry_run(parts: list[Part] | tuple[Part, ...], logs: Path) -> int:
+def _dry_run(parts: Iterable[Part], logs: Path) -> int:
     """Run parts on a CPU; return 1 if one fails."""
-    failed = 0
+    failed = False
     for part in parts:
-        if part.open:
-            continue
-        outcome = process.run(part, logs / f"{part.name}.log", dry=True)
-        _tell(part, outcome)
-        failed += outcome.status != "done"
-        if outcome.status != "done":
-            print(f"see {logs / part.name}.log", flush=True)
-    return int(failed > 0)
+        outcome = process.run(part, log := logs / f"{part.name}.log", dry=True)
+        _print(part, outcome, log)
+        failed |= outcome.status != "done"
+    return int(failed)
 
 
-def _tell(part: Part, outcome: process.Outcome) -> None:
+def _print(part: Part, outcome: process.Outcome, log: Path) -> None:
+    """Print what a part has found; where its output is, if it did not end."""
     told = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
     note = f": {outcome.note}" if outcome.note else ""
     print(f"{part.name}: {outcome.status} in {outcome.seconds:.0f} s{note}; {told}", flush=True)
-    if outcome.status == "done" and not part.tests:
+    if outcome.status != "done":
+        print(f"see {log}", flush=True)
+    elif not part.tests:
         print(process.module(part).markdown(outcome.found) + "\n", flush=True)
 
 

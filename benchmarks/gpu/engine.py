@@ -51,6 +51,23 @@ def make_llm(
     )
 
 
+def settle(llm: Any) -> None:
+    """Let the store save what was computed, then remove it from the engine's own prefix cache.
+
+    Raises:
+        RuntimeError: requests still hold blocks.
+    """
+    from vllm import SamplingParams
+
+    one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    for _ in range(4):
+        # Saves end in steps.
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], one, use_tqdm=False)
+        time.sleep(SETTLE_S)
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the engine's own prefix cache was not reset")
+
+
 class Engine:
     """vLLM in this process, driven a step at a time.
 
@@ -85,12 +102,8 @@ class Engine:
         return first_s, found
 
     def settle(self) -> None:
-        """Let saves end, then forget what the engine itself keeps."""
-        for _ in range(4):
-            self.first_token_s(prompt(16, seed=0))
-            time.sleep(SETTLE_S)
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the engine's own prefix cache was not reset")
+        """Leave the KV of earlier prompts in the store only."""
+        settle(self._llm)
 
     def gaps_s(self, arrivals: list[list[int]], running: int, count: int) -> list[float]:
         """Return the gaps between the tokens of running requests while these prompts come, evenly

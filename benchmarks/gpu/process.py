@@ -104,7 +104,7 @@ def _run(
     """Return the status of a process; None if it, and all that it started, was stopped."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            *(command,),
+            command,
             cwd=ROOT,
             env=dict(environment),
             stdin=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ device finds another checksum, in a load within a step and in loads beside decod
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.engine import make_llm, store_connector
+from benchmarks.gpu.engine import make_llm, settle, store_connector
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.blocks.slot_record import READY
 from tests.support.gpu_answers import Answer, answers, assert_alike
@@ -39,10 +38,7 @@ def llm() -> Iterator[Any]:
 def stored(llm: Any, prompts: list[list[int]]) -> list[Answer]:
     """Answers, after which the prompts are in the store only."""
     found = answers(llm, prompts, cached=False)
-    for n in range(3):
-        time.sleep(0.5)
-        answers(llm, [[n, 1, 2]])
-    assert llm.reset_prefix_cache()
+    settle(llm)
     return found
 
 
@@ -78,12 +74,9 @@ def test_damaged_blocks_beside_decodes_are_computed(llm: Any) -> None:
 
 
 def test_blocks_that_were_computed_again_are_stored_again(llm: Any) -> None:
-    cold = stored(llm, [[token + 40 for token in PROMPT]])
+    prompt = [token + 40 for token in PROMPT]
+    cold = stored(llm, [prompt])
     damage(slice(None))
-    again = answers(llm, [[token + 40 for token in PROMPT]])
-    assert_alike(again, cold)
-    for n in range(3):
-        time.sleep(0.5)
-        answers(llm, [[n, 1, 2]])
-    assert llm.reset_prefix_cache()
-    assert_alike(answers(llm, [[token + 40 for token in PROMPT]], cached=True), cold)
+    assert_alike(answers(llm, [prompt]), cold)
+    settle(llm)
+    assert_alike(answers(llm, [prompt], cached=True), cold)

@@ -1,4 +1,4 @@
-"""An engine on a GPU with the store: its graphs stay full, and what it loads gives the same tokens.
+"""An engine on a GPU with the store: its graphs stay full, and loaded KV gives the same answers.
 
 One engine for all of these tests.
 """
@@ -6,7 +6,6 @@ One engine for all of these tests.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.engine import make_llm, store_connector
+from benchmarks.gpu.engine import make_llm, settle, store_connector
 from tests.support.gpu_answers import answers, assert_alike
 
 pytestmark = pytest.mark.gpu
@@ -32,23 +31,15 @@ def llm() -> Iterator[Any]:
     (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
-def stored(llm: Any) -> None:
-    """Wait until what was computed is in the store, and forget it in the engine."""
-    for n in range(3):
-        time.sleep(0.5)
-        answers(llm, [[n, 1, 2]], cached=False)
-    assert llm.reset_prefix_cache()
-
-
 @pytest.mark.skipif(not GPU, reason="graphs are a GPU's")
 def test_full_graphs_are_on(llm: Any) -> None:
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     assert mode.has_full_cudagraphs()
 
 
-def test_loaded_blocks_give_the_same_tokens(llm: Any) -> None:
+def test_loaded_blocks_give_the_same_answer(llm: Any) -> None:
     cold = answers(llm, [PROMPT], cached=False)
-    stored(llm)
+    settle(llm)
     assert_alike(answers(llm, [PROMPT], cached=True), cold)
 
 
@@ -56,12 +47,12 @@ def test_a_prompt_of_which_one_token_is_missing_is_loaded_under_a_full_graph(llm
     size = llm.llm_engine.vllm_config.cache_config.block_size
     prompt = [token + 1 for token in PROMPT[: 1024 // size * size + 1]]
     cold = answers(llm, [prompt], cached=False)
-    stored(llm)
+    settle(llm)
     assert_alike(answers(llm, [prompt], cached=True), cold)
 
 
-def test_loads_beside_decodes_change_no_token(llm: Any) -> None:
+def test_loads_beside_decodes_change_no_answer(llm: Any) -> None:
     prompts = [[token + 2 + n for token in PROMPT] for n in range(8 if GPU else 3)]
     cold = answers(llm, prompts, cached=False)
-    stored(llm)
+    settle(llm)
     assert_alike(answers(llm, prompts, cached=True), cold)

@@ -41,7 +41,7 @@ def llm(request: Any) -> Iterator[Any]:
 def test_the_rest_is_that_of_the_whole_answer(llm: Any, place: int) -> None:
     [whole] = answers(llm, [PROMPT], count=COUNT)
     earlier = [token for token, _ in whole[:place]]
-    [rest] = answers(llm, [PROMPT], count=COUNT, extra={RESUME_TOKENS: earlier})
+    [rest] = answers(llm, [PROMPT], count=COUNT, extra=[{RESUME_TOKENS: earlier}])
     assert_alike([rest[-(COUNT - place) :]], [whole[place:]])
 
 
@@ -50,22 +50,7 @@ def test_a_resumed_request_leaves_requests_beside_it_alone(llm: Any) -> None:
     plain = answers(llm, others, count=COUNT)
     [whole] = answers(llm, [PROMPT], count=COUNT)
     earlier = {RESUME_TOKENS: [token for token, _ in whole[:10]]}
-    from vllm import SamplingParams
-
-    sampling = [
-        SamplingParams(
-            max_tokens=COUNT, temperature=0.0, ignore_eos=True, logprobs=0, extra_args=extra
-        )
-        for extra in (None, earlier, None)
-    ]
-    given = [{"prompt_token_ids": each} for each in (others[0], PROMPT, others[1])]
-    found = [
-        [
-            (token, probs[token].logprob)
-            for token, probs in zip(o.token_ids, o.logprobs, strict=True)
-        ]
-        for one in llm.generate(given, sampling, use_tqdm=False)
-        for o in one.outputs
-    ]
+    prompts = [others[0], PROMPT, others[1]]
+    found = answers(llm, prompts, count=COUNT, extra=[None, earlier, None])
     assert_alike([found[0], found[2]], plain)
     assert_alike([found[1][-(COUNT - 10) :]], [whole[10:]])

@@ -1,4 +1,4 @@
-"""Sparse attention in engines on a GPU; `page/test_sparse_device.py` has the backend in Triton's
+"""Sparse attention in engines on a GPU; `unit/test_sparse_device.py` has the backend in Triton's
 interpreter.
 
 One engine for each of vLLM's model runners. Its basis knows nothing of the model: what is tested is
@@ -20,6 +20,7 @@ from benchmarks.gpu.engine import make_llm
 from benchmarks.gpu.models import model_config
 from benchmarks.gpu.noise import noise_calibration
 from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
+from tests.support.gpu_answers import answers
 
 pytestmark = pytest.mark.gpu
 
@@ -62,26 +63,15 @@ def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     del made
 
 
-def answers(llm: Any, *shares: float | None) -> tuple[list[list[int]], int]:
-    """To one prompt for each share, and how many rows were sparse."""
-    from vllm import SamplingParams
-
+def tokens(llm: Any, *shares: float | None) -> tuple[list[list[int]], int]:
+    """Answers to one prompt for each share, and how many rows were sparse."""
     from headrace_decode.attention_backend.runtime import RUNTIME
 
     before = RUNTIME.sparse_row_count
     prompts = [[100 + (i * 7 + n) % 1900 for i in range(TOKENS)] for n in range(len(shares))]
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    sampling = [
-        SamplingParams(
-            max_tokens=ANSWER,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args=None if share is None else {"sparse": share},
-        )
-        for share in shares
-    ]
-    found = llm.generate(given, sampling, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in found], RUNTIME.sparse_row_count - before
+    extra = [None if share is None else {"sparse": share} for share in shares]
+    found = answers(llm, prompts, count=ANSWER, extra=extra)
+    return [[token for token, _ in one] for one in found], RUNTIME.sparse_row_count - before
 
 
 def test_the_schedulers_block_is_the_page_and_graphs_are_piecewise(llm: Any) -> None:
@@ -92,15 +82,15 @@ def test_the_schedulers_block_is_the_page_and_graphs_are_piecewise(llm: Any) -> 
 
 
 def test_rows_that_ask_are_sparse_and_their_first_token_is_the_models(llm: Any) -> None:
-    [exact], none = answers(llm, None)
-    [sparse], rows = answers(llm, SHARE)
+    [exact], none = tokens(llm, None)
+    [sparse], rows = tokens(llm, SHARE)
     assert none == 0
     assert ANSWER // 2 < rows < ANSWER, "dense until the pages are summarised"
     assert sparse[0] == exact[0] and len(sparse) == ANSWER
 
 
 def test_exact_requests_beside_sparse_ones_get_their_own_answer(llm: Any) -> None:
-    exact, none = answers(llm, None, None, None)
-    beside, rows = answers(llm, None, SHARE, None)
+    exact, none = tokens(llm, None, None, None)
+    beside, rows = tokens(llm, None, SHARE, None)
     assert none == 0 and rows > 0
     assert [beside[0], beside[2]] == [exact[0], exact[2]]

@@ -1,4 +1,4 @@
-"""Sparse attention's kernels on a GPU equal the reference; `page/test_sparse_kernels.py` says the
+"""Sparse attention's kernels on a GPU equal the reference; `unit/test_sparse_kernels.py` says the
 same in the interpreter."""
 
 from __future__ import annotations

@@ -19,19 +19,22 @@ def answers(
     prompts: Sequence[list[int]],
     cached: bool | None = None,
     count: int = 16,
-    extra: dict[str, Any] | None = None,
+    extra: Sequence[dict[str, Any] | None] | None = None,
 ) -> list[Answer]:
     """Greedy answers.
 
     Args:
         cached: whether most of each prompt must be found, or none of it; None: either.
-        count: tokens of each. extra: extra arguments of the requests.
+        count: tokens of each. extra: extra arguments of each request; None: none have any.
     """
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0, extra_args=extra
-    )
+    sampling = [
+        SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0, extra_args=each
+        )
+        for each in extra or [None] * len(prompts)
+    ]
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = []
     for prompt, one in zip(prompts, llm.generate(given, sampling, use_tqdm=False), strict=True):
@@ -46,7 +49,7 @@ def answers(
 
 def assert_alike(some: Sequence[Answer], others: Sequence[Answer]) -> None:
     """The same tokens, but where two are about equally likely: rows that are computed beside
-    others, or in other chunks, are rounded otherwise. Behind such a token answers may differ."""
+    others, or in other chunks, are rounded otherwise. After such a token answers may differ."""
     for one, other in zip(some, others, strict=True):
         for (token, logprob), (its, likely) in zip(one, other, strict=True):
             assert logprob == pytest.approx(likely, abs=WITHIN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -139,14 +138,33 @@ class TestRun:
         path = tmp_path / "state.json"
         monkeypatch.setattr(process, "run", ran)
         monkeypatch.setattr(program, "_card", lambda: ("card", "driver"))
-        options = argparse.Namespace(within=100.0, logs=tmp_path, resume=path)
         parts = [part("a"), part("b", limit_s=200), part("c")]
-        program._run(parts, Results(), options)
+        program._run(parts, Results(), path, 100.0, tmp_path)
         found = results.read(path).runs
         assert list(found) == ["a", "c"]
         assert found["a"].card == "card" and found["a"].figures == {"x": 1.0}
         assert found["a"].command == "python -m benchmarks.gpu --only a"
         assert "b: left for the next call, its limit is 200 s" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--resume", "state.json"], "error: --resume: state.json: "),
+            (["--only", "offload"], "error: --only: offload cannot run: "),
+        ],
+    )
+    def test_what_cannot_be_used_is_told_before_anything_runs(
+        self,
+        options: list[str],
+        message: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("state.json").write_text("{")
+        monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *options])
+        with pytest.raises(SystemExit, match=message):
+            program.main()
 
 
 class TestProcess:
