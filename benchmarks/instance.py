@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from headrace.cli.state import Instance, load
 START_TIMEOUT_S = 480.0
 
 
-def headrace(*arguments: str, check: bool = True) -> None:
+def _headrace(*arguments: str, check: bool = True) -> None:
     """Run the CLI. Raises RuntimeError with its last words if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "headrace.cli", *arguments],
@@ -34,32 +33,34 @@ def headrace(*arguments: str, check: bool = True) -> None:
 
 
 @contextmanager
-def running_instance(prefix: str, model: str, settings: Sequence[str]) -> Iterator[Instance]:
+def running_instance(
+    prefix: str, settings: Sequence[str] = (), model: str | None = None, file: Path | None = None
+) -> Iterator[Instance]:
     """Run an instance on a free port, with a state folder of its own, until the block ends.
 
     Args:
         prefix: beginning of its name.
-        model: the model's folder.
-        settings: KEY=VALUE each, as `headrace up --set` takes them.
+        settings: KEY=VALUE each, as `headrace up --set` takes them; a later one wins.
+        model: the model's folder; None for the default model.
+        file: its configuration; None for the defaults.
 
     Raises:
         RuntimeError: it does not start.
     """
-    folder = Path(tempfile.mkdtemp(prefix="hrb-", dir="/tmp"))
-    os.environ["HEADRACE_STATE"] = str(folder / "state")
+    chosen = ["gateway.port=0", *settings]
+    if model is not None:
+        chosen.insert(0, f"model.source={json.dumps(model)}")
+    options = [part for each in chosen for part in ("--set", each)]
+    options += ["-f", str(file)] if file else []
     name = f"{prefix}-{secrets.token_hex(3)}"
-    chosen = {
-        "gateway.port": "0",
-        "model.source": json.dumps(model),
-        **dict(each.split("=", 1) for each in settings),
-    }
-    options = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
-    try:
-        headrace("up", "--detach", "--name", name, *options)
-        instance = load(name)
-        if instance is None:
-            raise RuntimeError("headrace up left no state file")
-        yield instance
-    finally:
-        headrace("down", "--name", name, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="hrb-", dir="/tmp") as folder:
+        os.environ["HEADRACE_STATE"] = folder
+        try:
+            _headrace("up", "--detach", "--name", name, *options)
+            instance = load(name)
+            if instance is None:
+                raise RuntimeError("headrace up left no state file")
+            yield instance
+        finally:
+            _headrace("down", "--name", name, check=False)
+            del os.environ["HEADRACE_STATE"]

@@ -20,7 +20,6 @@ import asyncio
 import json
 import random
 import tempfile
-import uuid
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,9 +29,8 @@ import numpy as np
 import yaml
 
 from benchmarks.client import run_first
-from benchmarks.instance import headrace
+from benchmarks.instance import running_instance
 from benchmarks.serving.environment import machine
-from headrace.cli import state
 from headrace.gateway.admission.admission_controller import LATE
 from tests.support.tiny import tiny_llama
 
@@ -45,7 +43,6 @@ CONFIG: dict[str, Any] = {
     "prefill": {"replicas": 2, "kv_cache_gb": 0.1, "engine": {"max_num_seqs": 32}},
     "decode": {"replicas": 2, "kv_cache_gb": 0.1, "engine": {"max_num_seqs": 32}},
     "gateway": {
-        "port": 0,
         "replicas": 2,
         "admission": {"classes": {"quick": {"ttft_target_s": TARGET_S}}},
     },
@@ -59,19 +56,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     run_first()
-    name = f"admission-{uuid.uuid4().hex[:6]}"
     CONFIG["model"]["source"] = str(tiny_llama())
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(CONFIG, file)
         file.flush()
-        try:
-            headrace("up", "--detach", "--name", name, "-f", file.name)
-            instance = state.load(name)
-            if instance is None:
-                raise RuntimeError("headrace up left no state file")
+        with running_instance("admission", file=Path(file.name)) as instance:
             figures = asyncio.run(measure(instance.endpoint, args.seconds))
-        finally:
-            headrace("down", "--name", name, check=False)
     print(json.dumps(figures, indent=2))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "figures": figures}))

@@ -23,7 +23,6 @@ from headrace.autoscaling.forecast import BIN_S, RateForecaster
 from headrace_lab.simulate.trace import read_trace
 
 AHEAD_S = (120.0, 600.0, 1200.0, 3600.0)
-NAIVE = ("last minute", "mean of 5 minutes", "a day before")
 
 
 def errors(

@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.instance import headrace
-from headrace.cli import state
+from benchmarks.instance import running_instance
 from headrace_lab.texts.prompts import documents
 
 DOCUMENTS = 3
@@ -69,42 +65,36 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
     size = int(options.tokens * options.share / DOCUMENTS)
     stored = [text(size + 128) for _ in range(DOCUMENTS)]  # the last block is not full
-    name, folder = f"reuse-{secrets.token_hex(3)}", tempfile.mkdtemp(prefix="hru-", dir="/tmp")
-    os.environ["HEADRACE_STATE"] = f"{folder}/state"
-    try:
-        headrace(
-            *("up", "--detach", "--name", name, "--set", "gateway.port=0"),
-            *("--set", f"ray.temp_dir={folder}", "--set", "techniques.blending.mode=request"),
-            *(f"--set={role}.kv_cache_gb=1.0" for role in ("prefill", "decode")),
-            *("--set", f"techniques.blending.recompute_ratio={options.budget}"),
-        )
-        instance = state.load(name)
-        assert instance is not None
-        with httpx.Client(base_url=instance.endpoint, timeout=300) as client:
-            client.put("/headrace/v1/router", json={"policy": options.policy}).raise_for_status()
-            for document in stored:
-                asked(client, document, cache_salt=SALT)
-            time.sleep(3.0)
-            reuse, full, same, told = [], [], 0, set()
-            for number in range(options.prompts):
-                order = np.random.default_rng(number).permutation(DOCUMENTS)
-                parts = [text(int(options.tokens * (1 - options.share)) - 40)]
-                parts += [stored[n][:size] for n in order] + [text(40)]
-                prompt = [token for part in parts for token in part]
-                with_s, one, header = asked(
-                    client, prompt, cache_salt=SALT, vllm_xargs={"blending": "auto"}
-                )
-                without_s, other, _ = asked(client, prompt, cache_salt=secrets.token_hex(8))
-                reuse.append(with_s)
-                full.append(without_s)
-                same += one == other
-                told.add(header)
-                print(f"prompt {number}: {with_s:.2f} s with reuse, {without_s:.2f} s without")
-            status = client.get("/headrace/v1/status").raise_for_status().json()
-            counts = [r["blending"] for r in status["replicas"] if r["role"] == "decode"]
-    finally:
-        headrace("down", "--name", name, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+    settings = [
+        "techniques.blending.mode=request",
+        f"techniques.blending.recompute_ratio={options.budget}",
+        *(f"{role}.kv_cache_gb=1.0" for role in ("prefill", "decode")),
+    ]
+    with (
+        running_instance("reuse", settings) as instance,
+        httpx.Client(base_url=instance.endpoint, timeout=300) as client,
+    ):
+        client.put("/headrace/v1/router", json={"policy": options.policy}).raise_for_status()
+        for document in stored:
+            asked(client, document, cache_salt=SALT)
+        time.sleep(3.0)
+        reuse, full, same, told = [], [], 0, set()
+        for number in range(options.prompts):
+            order = np.random.default_rng(number).permutation(DOCUMENTS)
+            parts = [text(int(options.tokens * (1 - options.share)) - 40)]
+            parts += [stored[n][:size] for n in order] + [text(40)]
+            prompt = [token for part in parts for token in part]
+            with_s, one, header = asked(
+                client, prompt, cache_salt=SALT, vllm_xargs={"blending": "auto"}
+            )
+            without_s, other, _ = asked(client, prompt, cache_salt=secrets.token_hex(8))
+            reuse.append(with_s)
+            full.append(without_s)
+            same += one == other
+            told.add(header)
+            print(f"prompt {number}: {with_s:.2f} s with reuse, {without_s:.2f} s without")
+        status = client.get("/headrace/v1/status").raise_for_status().json()
+        counts = [r["blending"] for r in status["replicas"] if r["role"] == "decode"]
     return {
         "reuse.ttft_vs_full": statistics.median(reuse) / statistics.median(full),
         "reuse.ttft_s": statistics.median(reuse),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,8 +13,7 @@ import httpx
 import psutil
 
 from benchmarks.chaos.kv_faults import KvFaults
-from benchmarks.instance import headrace
-from headrace.cli import state
+from benchmarks.instance import running_instance
 from tests.support import compiled, run
 from tests.support.served import MODEL, ServedApp, free_port, tiny_args
 
@@ -100,16 +98,8 @@ def is_engine(process: psutil.Process) -> bool:
 @contextlib.contextmanager
 def laptop(model: str | None) -> Iterator[App]:
     """One replica of each role and one gateway, by `headrace up`."""
-    name = f"chaos-{uuid.uuid4().hex[:6]}"
-    sets = ["gateway.port=0", *([f"model.source={model}"] if model else [])]
-    try:
-        headrace("up", "--detach", "--name", name, *(f"--set={one}" for one in sets))
-        instance = state.load(name)
-        if instance is None:
-            raise RuntimeError("headrace up left no state file")
+    with running_instance("chaos", model=model) as instance:
         yield App(instance.endpoint, instance.model, {"prefill": 1, "decode": 1}, 1)
-    finally:
-        headrace("down", "--name", name, check=False)
 
 
 @contextlib.contextmanager

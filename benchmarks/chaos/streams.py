@@ -17,9 +17,6 @@ from headrace.client import ResumingTransport
 
 LIMIT_S = 240.0
 """An answer that takes longer hangs."""
-BREAKS = "RemoteProtocolError", "ReadError", "ConnectError"
-PAUSE_S = 1.0
-"""Between two tries of a request."""
 
 
 @dataclass

@@ -15,14 +15,13 @@ import json
 import subprocess
 import sys
 import venv
+from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.instance import headrace
+from benchmarks.instance import running_instance
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "clients"
-NAME = "clients"
-PORT = "8791"
 LIMIT_S = 600
 ENVIRONMENTS = {
     "openai": ("openai==3.57.0", "anthropic==2.14.0", "langchain-openai==1.7.4"),
@@ -43,14 +42,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
     asked = parser.parse_args()
     pythons = {name: environment(name) for name in asked.only}
-    url = asked.url or f"http://127.0.0.1:{PORT}"
-    if asked.url is None:
-        headrace("up", "--detach", "--name", NAME, "--set", f"gateway.port={PORT}")
-    try:
+    with ExitStack() as stack:
+        url = asked.url or stack.enter_context(running_instance("clients")).endpoint
         results = {name: calls(python, name, url) for name, python in pythons.items()}
-    finally:
-        if asked.url is None:
-            headrace("down", "--name", NAME, check=False)
     failed = sum(bool(error) for told in results.values() for error in told.values())
     print(f"{failed} of {sum(map(len, results.values()))} calls failed")
     if asked.json is not None:

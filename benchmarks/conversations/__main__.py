@@ -127,6 +127,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     kinds = [kind for kind in args.kinds.split(",") if kind]
+    if min(args.turns, args.rounds) < 1:
+        parser.error("--turns and --rounds: must be at least 1")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--kinds: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     from headrace.model import resolve
@@ -259,7 +261,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @contextmanager
 def running(model: str, settings: Sequence[str]) -> Iterator[Endpoint]:
     """The app, which ends with the block."""
-    with running_instance("turns", model, settings) as instance:
+    with running_instance("turns", settings, model) as instance:
         yield Endpoint(instance.endpoint, instance.model)
 
 

@@ -316,7 +316,7 @@ def running(model: str, settings: list[str]) -> Iterator[Target]:
         file = Path(folder, "keys.yaml")
         write_keys(file, _keyfile(keys))
         chosen = [f"gateway.api_keys_file={file}", *settings]
-        with running_instance("hostile", model, chosen) as instance:
+        with running_instance("hostile", chosen, model) as instance:
             yield Target(instance.endpoint, instance.model, keys)
 
 

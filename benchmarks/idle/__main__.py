@@ -46,7 +46,7 @@ def main() -> int:
 
     model = resolve(args.model)
     try:
-        with running_instance("idle", model, args.set) as instance:
+        with running_instance("idle", args.set, model) as instance:
             _connect_engines(instance.endpoint, instance.model)
             time.sleep(args.settle)
             processes = list(instance.matcher().processes().values())

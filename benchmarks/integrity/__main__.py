@@ -132,7 +132,7 @@ def app(model: str) -> dict[str, float]:
     # Every second transfer is checked, so that both kinds are seen under the same load.
     settings = ["integrity.rate=0.5", "store.enabled=false", "speculation.enabled=false"]
     with (
-        running_instance("integrity", model, settings) as instance,
+        running_instance("integrity", settings, model) as instance,
         httpx.Client(base_url=instance.endpoint, timeout=120) as client,
     ):
         client.put("/headrace/v1/router", json={"policy": "remote"}).raise_for_status()
