@@ -59,7 +59,7 @@ GROUNDS = """
 TECHNIQUES = """
 ## Techniques
 
-Whether an engine has a technique if it also has the feature of the column. Numbers lead to what is missing.
+Whether an engine has a technique if it also has the feature of the column. Letters lead to what is missing.
 
 | technique | GPU | TP above 1 | prefill and decode | store | prefix cache |
 |---|---|---|---|---|---|

@@ -11,15 +11,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-Object = dict[str, Any]
+from tests.support.chart_objects import Object
 
 
-def compared(service: Object) -> str:
-    """The part of a RayService whose change needs a new Ray cluster
+def needs_new_cluster(before: Object, after: Object) -> bool:
+    """Whether a change of a RayService needs a new Ray cluster. Groups at the end of the list are
+    added in place."""
+    count = len(before["spec"]["rayClusterConfig"]["workerGroupSpecs"])
+    return _compared(before) != _compared(after, count)
+
+
+def _compared(service: Object, groups: int | None = None) -> str:
+    """The part of a RayService that is compared, with so many of its first worker groups
     (`GenerateHashWithoutReplicasAndWorkersToDelete`)."""
     cluster: Object = json.loads(json.dumps(service["spec"]["rayClusterConfig"]))
+    cluster["workerGroupSpecs"] = cluster["workerGroupSpecs"][:groups]
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         for in_place in ("replicas", "minReplicas", "maxReplicas"):
             group.pop(in_place, None)
@@ -33,9 +40,7 @@ class Cluster:
     """A Ray cluster."""
 
     service: Object
-    """The RayService that it was made from."""
-    compared: str
-    """The part of it that is compared."""
+    """The RayService that it follows."""
     app: str | None = None
     """The Serve configuration that it was given last; None after its head was lost."""
 
@@ -59,14 +64,12 @@ class Operator:
     _started_s: float = 0.0
     _was_ready: bool = False
     _ends_s: dict[str, float] = field(default_factory=dict)
-    _compared: str = ""
-
-    def __post_init__(self) -> None:
-        self.apply(self.service)
+    _same: dict[str, bool] = field(default_factory=dict)
+    """Which clusters need no replacement, as far as it is known since the last change."""
 
     def apply(self, service: Object) -> None:
         """Change the RayService, as `helm upgrade` does."""
-        self.service, self._compared = service, compared(service)
+        self.service, self._same = service, {}
 
     def reconcile(self, seconds: float = 2.0) -> None:
         """Let time pass, and take one step."""
@@ -75,10 +78,11 @@ class Operator:
         if self.gave_up:
             return
         if self.pending and self.pending not in self.clusters:
-            self.clusters[self.pending] = Cluster(self.service, self._compared)
+            self.clusters[self.pending] = Cluster(self.service)
         for name in (self.active, self.pending):
             if name in self.clusters and self._is_same(name):
-                self.clusters[name].service = self.service  # numbers of pods, tolerations
+                # What is changed in place: numbers of pods, tolerations, groups at the end.
+                self.clusters[name].service = self.service
         served = False
         # With a pending cluster, only that one gets Serve's configuration.
         name = self.pending or self.active
@@ -104,7 +108,10 @@ class Operator:
         return self.active in self.clusters and self.answers(self.clusters[self.active])
 
     def _is_same(self, name: str) -> bool:
-        return self.clusters[name].compared == self._compared
+        if name not in self._same:
+            before = self.clusters[name].service
+            self._same[name] = not needs_new_cluster(before, self.service)
+        return self._same[name]
 
     def _wants_new_cluster(self) -> bool:
         if not self.active and not self.pending:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.chart import merged, objects, pods, preset, ray_service, variables
 from tests.support.chart_objects import of_kind
-from tests.support.kuberay import Cluster, Operator, compared
+from tests.support.kuberay import Cluster, Operator, needs_new_cluster
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "recovery.md").read_text("utf-8")
 NODE = preset("gpu-node")
@@ -180,7 +180,7 @@ def test_a_drain_takes_a_ready_pod_only_when_another_one_has_come_back() -> None
 )
 def test_which_corrections_make_new_pods(changes: dict[str, Any], new_cluster: bool) -> None:
     """A corrected claim is bound to by the pods that wait for it."""
-    assert (compared(service(changes)) != compared(service({}))) is new_cluster
+    assert needs_new_cluster(service({}), service(changes)) is new_cluster
 
 
 def test_pods_that_wait_for_the_claim_name_it_and_not_its_class() -> None:

@@ -20,7 +20,7 @@ from tests.support.chart_patches import (
     server_side_apply,
     upgraded,
 )
-from tests.support.kuberay import compared
+from tests.support.kuberay import needs_new_cluster
 
 Changes = dict[str, Any]
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "recovery.md").read_text("utf-8")
@@ -176,7 +176,21 @@ def test_which_changes_make_a_new_ray_cluster(changes: dict[str, Any], new_clust
     """As docs/upgrades.md states it."""
     laptop = preset("laptop")
     before, after = ray_service(laptop), ray_service(merged(laptop, changes))
-    assert (compared(before) != compared(after)) is new_cluster
+    assert needs_new_cluster(before, after) is new_cluster
+
+
+@pytest.mark.parametrize(
+    ("models", "new_cluster"),
+    [(["b", "c"], False), (["a", "b"], True), ([], True), (["c"], True)],
+    ids=["one more, last", "one more, not last", "none", "another"],
+)
+def test_which_models_make_a_new_ray_cluster(models: list[str], new_cluster: bool) -> None:
+    """Beside a release with the model `b`. Groups of pods are in the order of their names."""
+    before, after = (
+        merged(preset("laptop"), {"config.models": {name: {} for name in names}})
+        for names in (["b"], models)
+    )
+    assert needs_new_cluster(ray_service(before), ray_service(after)) is new_cluster
 
 
 # The rules by which patches are made
