@@ -54,6 +54,24 @@ def test_a_preset_renders_what_was_reviewed(name: str) -> None:
     assert snapshot(name) == reviewed, "if it is meant: python -m tests.support.chart"
 
 
+@pytest.mark.parametrize(
+    ("replicas", "conversations", "told"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (2, {"enabled": False}, False),
+        (2, {"object_url": "s3://bucket/conversations"}, False),
+    ],
+    ids=str,
+)
+def test_the_notes_say_that_gateways_keep_conversation_state_apart(
+    replicas: int, conversations: dict[str, Any], told: bool
+) -> None:
+    changes = {"config.gateway.replicas": replicas, "config.gateway.conversations": conversations}
+    notes = rendered(merged(LAPTOP, changes))["NOTES.txt"]
+    assert ("Each gateway pod keeps conversation state of its own" in notes) is told
+
+
 @pytest.mark.parametrize("values", [LAPTOP, CLUSTER], ids=["laptop", "gpu-cluster"])
 def test_rendering_twice_gives_the_same(values: dict[str, Any]) -> None:
     """Argo CD compares: nothing random, nothing asked of a cluster."""

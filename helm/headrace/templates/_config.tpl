@@ -62,8 +62,7 @@ left without one, and one listens while the other is replaced. */ -}}
 
 {{/*
 The groups of engine pods, as YAML with the list `groups`. Each has its name, its role, its model's
-name in `config.models` (empty without), the role's configuration with its path in the values, and
-the Ray resource that puts replicas onto it.
+name in `config.models` (empty without), and the role's configuration with its path in the values.
 */}}
 {{- define "headrace.engineGroups" -}}
 {{- $config := include "headrace.config" . | fromYaml -}}
@@ -74,9 +73,8 @@ the Ray resource that puts replicas onto it.
 {{- $shared := deepCopy (get $config $role | default dict) -}}
 {{- $settings := mergeOverwrite $shared (deepCopy (get $own $role | default dict)) -}}
 {{- $name := ternary (printf "%s-%s" $role $model) $role (ne $model "") -}}
-{{- $resource := ternary (printf "headrace_%s_%s" $role $model) (printf "headrace_%s" $role) (ne $model "") -}}
 {{- $path := ternary (printf "config.models.%s.%s" $model $role) (printf "config.%s" $role) (ne $model "") -}}
-{{- $groups = append $groups (dict "name" $name "role" $role "model" $model "own" $settings "path" $path "resource" $resource) -}}
+{{- $groups = append $groups (dict "name" $name "role" $role "model" $model "own" $settings "path" $path) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml (dict "groups" $groups) -}}
