@@ -13,23 +13,23 @@ import argparse
 import fnmatch
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bundle_install import FORMAT, chunks, digest, fail  # type: ignore[import-not-found]
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTALLER = Path(__file__).with_name("bundle_install.py")
-FORMAT = 1
 MB = 10**6
-CHUNK_BYTES = 1 << 20
 GLIBC_FIRST = 5
 """Minor version of the oldest glibc that wheels are tagged with."""
 
@@ -67,11 +67,6 @@ class Target:
         for tag in [*tags, f"manylinux2014_{self.machine}", f"linux_{self.machine}"]:
             options += ["--platform", tag]
         return options
-
-
-def fail(message: str) -> None:
-    """End with one line on stderr and status 1."""
-    sys.exit(f"error: {message}")
 
 
 def say(message: str) -> None:
@@ -144,20 +139,6 @@ def select(wanted: Sequence[str], wheels: Path) -> list[Path]:
     return sorted({by_pin[pin] for pin in wanted})
 
 
-def chunks(paths: Iterable[Path]) -> Iterator[bytes]:
-    """Yield the bytes of files, one after another."""
-    for path in paths:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-
-
-def digest(path: Path) -> str:
-    """Return the file's SHA-256, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def split(paths: Sequence[Path], out: Path, piece_bytes: int) -> list[dict[str, Any]]:
     """Write files, one after another, into pieces of a size; return the pieces' names, sizes and
     digests."""
@@ -203,7 +184,15 @@ def write_bundle(paths: Sequence[Path], target: Target, lock: str, out: Path, pi
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     shutil.copy2(INSTALLER, out / "install.py")
-    return digest(out / "manifest.json")
+    summed: str = digest(out / "manifest.json")
+    return summed
+
+
+def version(text: str) -> str:
+    """Return a version of two numbers. Raises ArgumentTypeError for another text."""
+    if not re.fullmatch(r"[0-9]+\.[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"must be two numbers, such as 3.12, got {text}")
+    return text
 
 
 def project_wheel(folder: Path) -> Path:
@@ -218,9 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, help="folder of the bundle")
     parser.add_argument("--lock", type=Path, default=ROOT / "requirements" / "gpu.lock")
-    parser.add_argument("--python", default="3.11", help="of the machine; default: %(default)s")
+    python = "of the machine; default: %(default)s"
+    parser.add_argument("--python", type=version, default="3.11", help=python)
     parser.add_argument("--machine", default="x86_64", help="default: %(default)s")
-    parser.add_argument("--glibc", default="2.31", help="oldest; default: %(default)s")
+    parser.add_argument(
+        "--glibc", type=version, default="2.31", help="oldest; default: %(default)s"
+    )
     parser.add_argument("--piece-mb", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--wheels", type=Path, help="folder that keeps the downloaded wheels")
     parser.add_argument(

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,16 +89,20 @@ def damaged_pieces(folder: Path, manifest: dict[str, Any]) -> list[str]:
             wrong.append(
                 f"{piece['name']} has {path.stat().st_size} bytes instead of {piece['bytes']}"
             )
-        else:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != piece["sha256"]:
-                    wrong.append(f"{piece['name']} is damaged")
+        elif digest(path) != piece["sha256"]:
+            wrong.append(f"{piece['name']} is damaged")
     return wrong
+
+
+def digest(path: Path) -> str:
+    """Return the file's SHA-256, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unpack(folder: Path, manifest: dict[str, Any], out: Path) -> list[Path]:
     """Write the wheels into a folder; return their paths. Fails if one is not the manifest's."""
-    source = _chunks(folder / piece["name"] for piece in manifest["pieces"])
+    source = chunks(folder / piece["name"] for piece in manifest["pieces"])
     pending, made = b"", []
     for wheel in manifest["wheels"]:
         path, left, summed = out / wheel["name"], wheel["bytes"], hashlib.sha256()
@@ -116,7 +120,8 @@ def unpack(folder: Path, manifest: dict[str, Any], out: Path) -> list[Path]:
     return made
 
 
-def _chunks(paths: Iterator[Path]) -> Iterator[bytes]:
+def chunks(paths: Iterable[Path]) -> Iterator[bytes]:
+    """Yield the bytes of files, one after another."""
     for path in paths:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):

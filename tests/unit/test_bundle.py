@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import platform
@@ -29,7 +30,8 @@ def script(name: str) -> ModuleType:
     return module
 
 
-bundle, installer = script("bundle"), script("bundle_install")
+script("bundle_install")
+bundle = script("bundle")
 TARGET = bundle.Target("3.12", "x86_64", "2.31")
 
 
@@ -79,6 +81,13 @@ class TestPieces:
         (tmp_path / "torch-2.13.0+cpu-cp312-cp312-linux_x86_64.whl").touch()
         with pytest.raises(SystemExit, match=r"has no wheel of torch===2\.13\.0"):
             bundle.select(["torch===2.13.0"], tmp_path)
+
+
+@pytest.mark.parametrize("text", ["3", "3.12.1", "three.one", ""])
+def test_a_version_has_two_numbers(text: str) -> None:
+    assert bundle.version("3.12") == "3.12"
+    with pytest.raises(argparse.ArgumentTypeError, match="must be two numbers"):
+        bundle.version(text)
 
 
 def wheel(folder: Path, name: str, filler: int = 0) -> Path:
