@@ -1,11 +1,23 @@
-"""The figures of a benchmark, as it prints and writes them."""
+"""The figures of a benchmark: quantiles, and how they are printed and written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Return the `q` quantile by linear interpolation; NaN without values."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def report(

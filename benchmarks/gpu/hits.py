@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import quantile
 from benchmarks.gpu.engine import Engine
 from benchmarks.gpu.models import prompt
 from benchmarks.gpu.parts import Report
 from benchmarks.kvstore.engines import NodeTool, node
-from benchmarks.kvstore.timing import quantile
 from headrace_engine.kv_transfer.ports import free_port_block
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.blocks.slot_record import READY

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import quantile
 from benchmarks.gpu.engine import make_llm
 from benchmarks.gpu.models import prompt as random_prompt
 from benchmarks.gpu.parts import Report
 from benchmarks.gpu.timing import DEVICE
 from benchmarks.kvstore.child import Child, serve
-from benchmarks.kvstore.timing import quantile
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params, pull_params
 from headrace_engine.kv_transfer.ports import free_port_block
 

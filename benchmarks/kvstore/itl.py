@@ -11,8 +11,9 @@ are over the other gaps only, in which the saves happen.
 
 from __future__ import annotations
 
+from benchmarks.figures import quantile
 from benchmarks.kvstore.engines import engines, store
-from benchmarks.kvstore.timing import Figures, quantile
+from benchmarks.kvstore.timing import Figures
 
 CYCLES, QUICK_CYCLES = 80, 16
 GAPS, PROMPT = 16, 512

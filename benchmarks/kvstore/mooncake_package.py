@@ -5,38 +5,24 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+from benchmarks import packages
 from benchmarks.kvstore.timing import CannotRun
 
 PACKAGE, VERSION = "mooncake-transfer-engine-non-cuda", "0.3.13.post1"
-FOLDER = Path("~/.cache/headrace/bench").expanduser() / f"mooncake-{VERSION}"
-DOWNLOAD_S = 300.0
 
 
 def install() -> Path:
-    """Return the folder that holds the package `mooncake`, filled from PyPI the first time.
+    """Return the folder that holds the package `mooncake`.
 
     Raises:
-        CannotRun: it cannot be had, or does not load here.
+        CannotRun: it cannot be installed.
     """
-    if not (FOLDER / "mooncake" / "mooncake_master").exists():
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
-        command += ["--target", str(FOLDER), f"{PACKAGE}=={VERSION}"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=DOWNLOAD_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotRun(f"{PACKAGE} was not installed: {error}") from error
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise CannotRun(f"{PACKAGE} was not installed: {last}")
+    folder = packages.install("mooncake", PACKAGE, VERSION, "mooncake/mooncake_master")
     for name in ("mooncake_master", "mooncake_client"):
-        (FOLDER / "mooncake" / name).chmod(0o755)
-    return FOLDER
+        (folder / "mooncake" / name).chmod(0o755)
+    return folder
 
 
 def library_path() -> str:
@@ -59,7 +45,7 @@ def library_path() -> str:
             continue
         bundled = Path(spec.origin).parents[1] / f"{package}.libs"
         for library in bundled.glob("libibverbs-*.so*"):
-            links = FOLDER / "lib"
+            links = packages.FOLDER / "lib"
             links.mkdir(parents=True, exist_ok=True)
             link = links / "libibverbs.so.1"
             link.unlink(missing_ok=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.figures import quantile
 
 Arm = Callable[[], float]
 """Does the thing once and returns the seconds that count."""
@@ -41,17 +42,6 @@ def take_turns(arms: Mapping[str, Arm], rounds: int) -> dict[str, list[float]]:
 def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
     """one / other, round by round."""
     return [a / b for a, b in zip(one, other, strict=True)]
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Return the `q` quantile by linear interpolation; NaN of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    at = q * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 class Figures:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import quantile
 from benchmarks.serving.load import Load
 
 PEERS = ("ray_pd", "vllm_x2", "vllm")
@@ -43,17 +44,6 @@ class Repeat:
     def cell(self) -> str:
         """Name of the cell in the figures' names."""
         return f"{self.workload}.c{self.concurrency}"
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Return the `q` quantile by linear interpolation; NaN without values."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    at = q * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def summarise(load: Load) -> dict[str, float]:

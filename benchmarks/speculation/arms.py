@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.kvstore.child import Child
 from benchmarks.kvstore.timing import CannotRun
-from benchmarks.speculation import arctic
+from benchmarks.packages import install
 from headrace_decode.speculative.settings import engine_arguments
 
 DRAFT_TOKENS = 16
@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 MODEL = "smollm2-135m-instruct"
+ARCTIC = ("arctic", "arctic-inference", "0.3.0", "arctic_inference")
+"""Arctic Inference, for vLLM's method `suffix`, as `install` takes it."""
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "headrace": engine_arguments(DRAFT_TOKENS),
@@ -80,7 +82,7 @@ def engines(names: Sequence[str], dtype: str) -> Iterator[Mapping[str, Child]]:
             for name in names:
                 environment = {**os.environ, **ENVIRONMENT}
                 if name == "suffix":
-                    paths = [str(arctic.install()), environment.get("PYTHONPATH", "")]
+                    paths = [str(install(*ARCTIC)), environment.get("PYTHONPATH", "")]
                     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
                 options = {
                     "model": model,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.figures import quantile
 from benchmarks.kvstore import __main__ as program
 from benchmarks.kvstore import mooncake, nvme, overlap
 from benchmarks.kvstore.child import Child
@@ -18,7 +19,7 @@ from benchmarks.kvstore.dram import check
 from benchmarks.kvstore.itl import decode_steps
 from benchmarks.kvstore.report import TARGETS, document, reached, table
 from benchmarks.kvstore.stage import LAYERS, Stage
-from benchmarks.kvstore.timing import CannotRun, Figures, quantile, ratios, take_turns
+from benchmarks.kvstore.timing import CannotRun, Figures, ratios, take_turns
 
 
 def test_arms_take_turns_and_the_first_round_does_not_count() -> None:
