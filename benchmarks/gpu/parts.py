@@ -61,8 +61,8 @@ PASSED: Mapping[str, str] = {"tests_failed": "0"}
 PARTS = (
     Part(
         "store_answers",
-        "Has an engine with the store the same log-probabilities after a load, also under a full "
-        "graph and beside decodes?",
+        "Does an engine with the store give the same log-probabilities after a load, also under a "
+        "full graph and beside decodes?",
         120,
         PASSED,
         tests=("tests/gpu/test_kv_engine.py",),

@@ -18,6 +18,7 @@ from tests.support.chart import CHART, PRESETS, merged, objects, pods, preset
 from tests.support.chart_objects import app_of, of_kind
 from tests.support.served import tiny_values
 
+ROOT = Path(__file__).resolve().parents[2]
 LAPTOP = preset("laptop")
 
 
@@ -68,9 +69,6 @@ def test_without_the_preflight_no_init_container_has_a_gpu() -> None:
         for enabled in (True, False)
     }
     assert asking == {True: ["preflight", "preflight"], False: []}
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_values_that_the_doctor_names_exist() -> None:
