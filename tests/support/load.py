@@ -36,10 +36,6 @@ class Answer:
         """Whether it ended as it should."""
         return self.done and self.status == 200 and self.error is None and self.broken is None
 
-    @property
-    def began_to_answer(self) -> bool:
-        return self.ttft_s is not None
-
 
 def separate_connections(
     url: str, timeout_s: float, headers: Mapping[str, str] | None = None

@@ -24,7 +24,7 @@ from headrace.observability.totals import TotalCounter
 from scripts.generate.dashboards import alerts, promql
 from scripts.generate.dashboards.boards import dashboards
 from scripts.generate.dashboards.files import CHART_FILES, files
-from scripts.generate.dashboards.filters import filtered, variables_in
+from scripts.generate.dashboards.filters import filtered
 from scripts.generate.dashboards.panel import COLUMNS, Kind
 from tests.support.promql import DCGM, MADE_HERE, VARIABLES, asked
 
@@ -43,6 +43,11 @@ DCGM_DEFAULTS = {
     "DCGM_FI_DEV_XID_ERRORS",
 }
 """Metrics that dcgm-exporter exports unless it is told otherwise (`default-counters.csv`)."""
+
+
+def variables_in(query: str) -> set[str]:
+    """Return the names of the variables in a query."""
+    return set(re.findall(r"\$([A-Za-z]\w*)", query))
 
 
 def of_ours() -> dict[str, set[str]]:

@@ -7,7 +7,6 @@ and Serve export; the gateways' own metrics are about the whole app.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from scripts.generate.dashboards.promql import CLUSTER, narrowed
@@ -88,8 +87,3 @@ FILTERS = (
 def filtered(query: str) -> str:
     """Return the query with the matchers of all variables."""
     return narrowed(query, [rule for each in FILTERS for rule in each.narrowings])
-
-
-def variables_in(query: str) -> set[str]:
-    """Return the names of the variables in a query."""
-    return set(re.findall(r"\$([A-Za-z]\w*)", query))
