@@ -16,6 +16,7 @@ import yaml
 from tests.support import chart_rules
 from tests.support.chart import CHART, KEYS, objects, pods, preset, ray_service
 from tests.support.chart_objects import KUBERNETES, validate_built_in
+from tests.support.chart_sets import SETS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GUIDES = (
@@ -153,6 +154,10 @@ def test_the_pods_that_the_first_cluster_shows_are_those_of_the_preset() -> None
         assert f"Init:0/{count}" in next(
             line for line in text.splitlines() if line.startswith(f"headrace-x7k2p-{role}")
         )
+
+
+def test_the_status_names_the_number_of_sets_of_values() -> None:
+    assert f"for {len(SETS)} sets of values" in (DOCS / "status.md").read_text("utf-8")
 
 
 def test_keys_of_the_presets_are_named_as_in_the_guides() -> None:
