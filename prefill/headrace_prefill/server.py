@@ -205,6 +205,7 @@ class PrefillServer(PDPrefillServer):
             step_time=self.engine.meter.step_time.to_dict(),
             loads=tuple(self.engine.meter.take_loads()),
             has_media=bool(request.media),
+            has_prefix_cache=bool(self.engine.vllm_config.cache_config.enable_prefix_caching),
         )
 
     async def _compute(

@@ -100,9 +100,20 @@ def test_a_report_of_fewer_blocks_drops_the_missing_ones() -> None:
     assert index.match(chain) == 1
 
 
-def test_an_index_needs_room() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        PrefixIndex(0)
+def test_an_index_without_room_holds_nothing() -> None:
+    index = PrefixIndex(0)
+    index.insert(keys([1, 2, 3, 4]))
+    assert index.match(keys([1, 2, 3, 4])) == 0
+    with pytest.raises(ValueError, match="at least 0"):
+        PrefixIndex(-1)
+
+
+def test_an_index_that_is_resized_drops_its_oldest_blocks() -> None:
+    index = PrefixIndex(10)
+    chain = keys([1, 2, 3, 4, 5, 6])
+    index.insert(chain)
+    index.resize(2)
+    assert (len(index), index.match(chain)) == (2, 2)
 
 
 def test_only_the_ends_of_prompts_are_hits_of_an_engine_with_states() -> None:

@@ -13,16 +13,19 @@ from headrace.router import (
     Router,
     RouterSettings,
 )
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.step_time import StepTime
 from tests.support.clock import Clock
 
 BLOCK = 16
 
 
-def router(clock: Clock, policy: str = "cost", **settings: float) -> Router:
+def router(
+    clock: Clock, policy: str = "cost", has_prefix_cache: bool = True, **settings: float
+) -> Router:
     return Router(
         RouterSettings(policy=policy, **settings),  # type: ignore[arg-type]
-        Geometry(BLOCK, 100, decode_blocks=1000, prefill_blocks=1000),
+        Geometry(BLOCK, 100, 1000, 1000, has_prefix_cache=has_prefix_cache),
         clock,
         random.Random(0),
         prefill="prefill:smollm2",
@@ -115,6 +118,24 @@ def test_the_same_prompt_again_is_cached_but_for_its_last_block(clock: Clock) ->
     again = plan(r, "b", prompt(64))
     assert again.cached_decode_tokens == 48  # the engine computes at least one token
     assert plan(r, "c", prompt(65)).cached_decode_tokens == 64
+
+
+def test_an_engine_without_a_prefix_cache_computes_each_prompt_again(clock: Clock) -> None:
+    made = router(clock, "local", has_prefix_cache=False)
+    made.set_cache_groups(BlockUse(), False)
+    for name in ("a", "b"):
+        assert plan(made, name, prompt(100)).cached_decode_tokens == 0
+        made.first_token(name, 0.5, 0)
+        made.finished(name, [7] * 64)
+
+
+def test_a_prefill_replica_tells_that_it_has_no_prefix_cache(clock: Clock) -> None:
+    made = router(clock, "remote")
+    plan(made, "a", prompt(100))
+    made.prefill_done("a", PrefillReport(0.5, 0.0, 0.4, 0, 100, has_prefix_cache=False))
+    made.first_token("a", 0.6, 100)
+    again = plan(made, "b", prompt(100))
+    assert (again.cached_prefill_tokens, again.cached_decode_tokens) == (0, 96)
 
 
 def test_another_salt_shares_nothing(clock: Clock) -> None:

@@ -113,6 +113,8 @@ class PrefillResult:
     """Its loads from the KV store since the last answer: (medium, bytes, seconds)."""
     has_media: bool = False
     """Whether the prompt had images, sound or video, whose way takes a part of the call."""
+    has_prefix_cache: bool = True
+    """Whether the prefill engine has a prefix cache."""
 
 
 class PrefillError(RuntimeError):

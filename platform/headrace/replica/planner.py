@@ -192,6 +192,7 @@ class ReplicaPlanner:
                 replica=result.replica,
                 shares_store=result.machine == self.machine,
                 has_media=result.has_media,
+                has_prefix_cache=result.has_prefix_cache,
             ),
         )
         self._changed()
@@ -348,8 +349,8 @@ def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
 
 
 def engine_geometry(vllm_config: Any) -> Geometry:
-    """Read block size, KV bytes per token and block counts from a started engine's configuration.
-    The blocks of a request are known later (`EngineMeter.on_cache_groups`).
+    """Read a started engine's block size, KV bytes per token, block count and prefix cache. The
+    blocks of a request are known later (`EngineMeter.on_cache_groups`).
 
     The prefill engine is taken to hold as many blocks as this one; its answers correct the index.
     """
@@ -362,4 +363,5 @@ def engine_geometry(vllm_config: Any) -> Geometry:
         kv_bytes_per_token=kv_token_bytes(vllm_config),
         decode_blocks=blocks,
         prefill_blocks=blocks,
+        has_prefix_cache=bool(cache.enable_prefix_caching),
     )

@@ -185,6 +185,8 @@ class PrefillReport:
     shares_store: bool = False
     #: Whether the prompt had media, whose way takes a part of the call.
     has_media: bool = False
+    #: Whether the prefill engine has a prefix cache.
+    has_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,8 @@ class Geometry:
     prefill_blocks: int
     #: Blocks that a request takes in each cache.
     block_use: BlockUse = field(default_factory=BlockUse)
+    #: Whether the decode engine has a prefix cache. Prefill engines tell it with their answers.
+    has_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "kv_bytes_per_token", "decode_blocks", "prefill_blocks"):

@@ -90,7 +90,8 @@ class PrefillTargets(dict[str, PrefillTarget]):
         """Set the attributes of each replica's index."""
         self._blocks, self._ends_only = blocks, ends_only
         for target in self.values():
-            target.index.capacity_blocks, target.index.ends_only = blocks, ends_only
+            target.index.resize(blocks)
+            target.index.ends_only = ends_only
 
     def new(self, replica: str, now_s: float) -> PrefillTarget:
         settings = self._settings

@@ -59,15 +59,17 @@ class PrefixIndex:
     A chain is touched from its tail to its head, so a block is never more recent than the block
     before it, and tails are evicted first, as in vLLM's own block pool.
 
+    Args:
+        capacity_blocks: maximum number of blocks; 0 for an engine without a prefix cache.
+
     Attributes:
-        capacity_blocks: maximum number of blocks.
         ends_only: whether only the ends of chains are hits, as in an engine with recurrent layers.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        if capacity_blocks < 1:
-            raise ValueError(f"capacity must be at least 1 block, not {capacity_blocks}")
-        self.capacity_blocks, self.ends_only = capacity_blocks, False
+        if capacity_blocks < 0:
+            raise ValueError(f"capacity must be at least 0 blocks, not {capacity_blocks}")
+        self._capacity_blocks, self.ends_only = capacity_blocks, False
         self._blocks: OrderedDict[bytes, bool] = OrderedDict()
         """By key: whether a chain ended there."""
 
@@ -92,8 +94,13 @@ class PrefixIndex:
             blocks[key] = ends or blocks.get(key, False)
             blocks.move_to_end(key)
             ends = False
-        while len(blocks) > self.capacity_blocks:
-            blocks.popitem(last=False)
+        self.resize(self._capacity_blocks)
+
+    def resize(self, capacity_blocks: int) -> None:
+        """Set the maximum number of blocks."""
+        self._capacity_blocks = capacity_blocks
+        while len(self._blocks) > capacity_blocks:
+            self._blocks.popitem(last=False)
 
     def truncate(self, hashes: Sequence[bytes], held_blocks: int) -> None:
         """Drop all blocks of this chain but the first ``held_blocks``."""

@@ -74,7 +74,7 @@ class Router:
         self.geometry = geometry
         self.costs = CostModels() if decode_step is None else CostModels(decode_step)
         self.decode_load = EngineLoad()
-        self.decode_index = PrefixIndex(geometry.decode_blocks)
+        self.decode_index = PrefixIndex(geometry.decode_blocks * geometry.has_prefix_cache)
         now = clock()
         #: The prefill replicas that may be asked.
         self.targets = PrefillTargets(
@@ -105,8 +105,9 @@ class Router:
             has_states: whether hits end only at blocks of which an engine has a state.
         """
         self.geometry = geometry = replace(self.geometry, block_use=use)
-        index, blocks = self.decode_index, max(1, geometry.decode_blocks // use.cached)
-        index.capacity_blocks, index.ends_only = blocks, has_states
+        if geometry.has_prefix_cache:
+            self.decode_index.resize(max(1, geometry.decode_blocks // use.cached))
+        self.decode_index.ends_only = has_states
         self.targets.set_index(max(1, geometry.prefill_blocks // use.cached), has_states)
 
     # ---- deciding -------------------------------------------------------------------------
@@ -291,6 +292,8 @@ class Router:
                 active.move_to(target, now, self.geometry.block_tokens)
         if target is not None:
             target.shares_store, target.measured_s = report.shares_store, now
+            if not report.has_prefix_cache:
+                target.index.resize(0)
         if (active is None or not active.cold) and not report.has_media:
             self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
         if active is None or active.plan.prefill is None:
