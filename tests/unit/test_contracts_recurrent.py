@@ -1,5 +1,5 @@
-"""The store stays in the configuration of a model with recurrent layers if it can keep their
-states. Else it is left out."""
+"""What the configuration of a model with recurrent layers keeps: the store if it can keep their
+states, and a drafter if they stay right beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from headrace_engine.vllm.recurrent_models import leave_out_store
+from headrace_engine.vllm import recurrent_models
+from headrace_engine.vllm.recurrent_models import leave_out_store, why_no_speculation
 from tests.support.contracts import assert_fields, find
 
 MEND = "engine/headrace_engine/vllm/recurrent_models.py"
@@ -139,6 +140,54 @@ def test_other_engines_are_not_changed(made: Any) -> None:
     before = made.kv_transfer_config
     assert leave_out_store(made) is None and made.kv_transfer_config is before
     assert made.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+@pytest.mark.parametrize(
+    ("method", "hybrid", "on_cpu", "why"),
+    [
+        (None, True, True, None),
+        ("custom_class", False, True, None),
+        ("custom_class", True, True, "would end, or answer wrongly"),
+        ("custom_class", True, False, "no prefill engine"),
+        ("ngram", True, True, "would end, or answer wrongly"),
+        ("ngram", True, False, None),
+    ],
+)
+def test_a_drafter_is_left_out_where_states_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str | None,
+    hybrid: bool,
+    on_cpu: bool,
+    why: str | None,
+) -> None:
+    monkeypatch.setattr(recurrent_models, "runs_on_cpu", lambda: on_cpu)
+    made = config(NIXL, hybrid=hybrid)
+    made.speculative_config = None if method is None else SimpleNamespace(method=method)
+    found = why_no_speculation(made)
+    assert found is None if why is None else why in str(found)
+
+
+def test_vllms_runner_on_cpus_lacks_the_kernel_that_keeps_the_states_of_accepted_drafts() -> None:
+    kernel = find("vllm.v1.worker.mamba_utils:postprocess_mamba_fused_kernel", MEND)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        kernel[(1,)]
+
+
+def test_states_of_an_engine_that_drafts_have_another_shape_and_nixl_does_not_look() -> None:
+    shapes = find(
+        "vllm.model_executor.layers.mamba.mamba_utils:"
+        "MambaStateShapeCalculator.gated_delta_net_state_shape",
+        MEND,
+    )
+    plain, drafts = (shapes(1, 2, 4, 64, 64, 4, num_spec)[0] for num_spec in (0, 3))
+    assert plain != drafts
+    factors = find(
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata:"
+        "_get_speculative_compatibility_factors",
+        MEND,
+    )
+    drafter = SimpleNamespace(use_eagle=lambda: False)
+    assert factors(SimpleNamespace(speculative_config=drafter)) is None
 
 
 def test_vllm_says_which_models_have_a_state_and_lets_the_manager_be_chosen() -> None:

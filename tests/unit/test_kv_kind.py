@@ -32,6 +32,17 @@ def test_what_changes_kv_or_blocks_makes_another_kind(changed: dict[str, Any]) -
     assert kv_kind(engine_config(**changed)).digest != kv_kind(engine_config()).digest
 
 
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_engines_whose_states_have_other_shapes_are_of_other_kinds(
+    monkeypatch: pytest.MonkeyPatch, hybrid: bool
+) -> None:
+    """A recurrent layer's state has room for the engine's draft tokens."""
+    monkeypatch.setattr("vllm.config.ModelConfig.is_hybrid", hybrid)
+    drafts = SimpleNamespace(num_speculative_tokens=3)
+    kinds = kv_kind(engine_config()), kv_kind(engine_config(speculative_config=drafts))
+    assert (kinds[0] != kinds[1]) == hybrid
+
+
 def test_after_a_reset_of_its_caches_an_engine_is_of_a_kind_of_its_own() -> None:
     kind = kv_kind(engine_config())
     assert kind.of_epoch("") == kind

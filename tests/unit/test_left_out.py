@@ -18,6 +18,7 @@ from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 from headrace_engine.kv_transfer.compatibility import KvKind
+from headrace_engine.ray import engine as ray_engine
 from headrace_engine.ray.engine import LEFT_OUT_KEY, MeteredVLLMEngine
 from tests.unit.test_speculation_report_poller import Recorded
 
@@ -65,6 +66,39 @@ async def test_the_workers_of_either_role_tell_which_techniques_they_cannot_do()
     assert await engine(PlannedVLLMEngine, llm).find_left_out() == wanted
     other = engine(MeteredVLLMEngine, llm, worker="vllm.v1.worker.cpu_worker.CPUWorker")
     assert await other.find_left_out() == {}
+
+
+def test_an_engine_that_must_not_draft_is_configured_again_without_a_drafter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+    engine_kwargs: dict[str, Any] = {"speculative_config": {"method": "custom_class"}}
+    own = SimpleNamespace(engine_kwargs=engine_kwargs, frontend_kwargs={})
+
+    def prepare(self: Any, context: Any) -> Any:
+        drafter = own.engine_kwargs["speculative_config"]
+        model = SimpleNamespace(is_hybrid=True, is_attention_free=False, architecture="Jamba")
+        model.hf_text_config = SimpleNamespace(to_dict=dict)
+        return (
+            None,
+            None,
+            SimpleNamespace(
+                model_config=model,
+                cache_config=SimpleNamespace(enable_prefix_caching=True),
+                kv_transfer_config=None,
+                speculative_config=drafter and SimpleNamespace(**drafter),
+            ),
+        )
+
+    monkeypatch.setattr(VLLMEngine, "_prepare_engine_config", prepare)
+    monkeypatch.setattr(ray_engine, "set_parsers", lambda *arguments: None)
+    made = cast(Any, object.__new__(MeteredVLLMEngine))
+    made.left_out = {}
+    made.llm_config = SimpleNamespace(get_engine_config=lambda: own, engine_kwargs={})
+    _, _, config = made._prepare_engine_config(None)
+    assert config.speculative_config is None
+    assert "Jamba" in made.left_out["speculation"]
 
 
 async def test_kv_without_an_identity_is_neither_pulled_nor_stored() -> None:

@@ -13,6 +13,7 @@ from headrace_engine.serving.model_limits import (
     expected_left_out,
     has_state_layers,
     text_fields,
+    why_no_drafts,
     why_no_store,
 )
 
@@ -74,15 +75,22 @@ def test_the_store_is_left_out_for_some_states_and_for_an_indexer() -> None:
     assert "indexer" in str(why_no_store("DeepseekV32", DEEPSEEK_V32, has_states=False))
 
 
+def test_engines_with_states_do_not_draft_with_headraces_drafter_nor_on_cpus() -> None:
+    assert "would end, or answer wrongly" in str(why_no_drafts("Jamba", on_cpu=True, is_own=False))
+    assert "would end, or answer wrongly" in str(why_no_drafts("Jamba", on_cpu=True, is_own=True))
+    assert "no prefill engine" in str(why_no_drafts("Jamba", on_cpu=False, is_own=True))
+    assert why_no_drafts("Jamba", on_cpu=False, is_own=False) is None
+
+
 @pytest.mark.parametrize(
     ("fields", "on_cpu", "parts"),
     [
         (LLAMA, True, set()),
-        (GRANITE, True, {"store", "prefix_cache"}),
-        (GRANITE, False, set()),
-        (QWEN_NEXT, True, set()),
-        (QWEN_NEXT | {"sliding_window": 128}, False, {"store"}),
-        (MAMBA, False, {"store"}),
+        (GRANITE, True, {"store", "prefix_cache", "speculation"}),
+        (GRANITE, False, {"speculation"}),
+        (QWEN_NEXT, True, {"speculation"}),
+        (QWEN_NEXT | {"sliding_window": 128}, False, {"store", "speculation"}),
+        (MAMBA, False, {"store", "speculation"}),
         (DEEPSEEK, True, {"prefix_cache"}),
         (DEEPSEEK_V32, False, {"store"}),
     ],

@@ -14,6 +14,7 @@ from headrace_engine.connector.identity.engine_identity import (
 )
 from headrace_engine.connector.identity.weights import Unidentified
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY, UNIDENTIFIED, KvKind
+from headrace_engine.vllm.recurrent_models import keeps_states
 from headrace_kvstore.identity.namespace import canonical
 
 
@@ -49,6 +50,8 @@ def _kind_digest(vllm_config: Any) -> str:
         attention.name if attention else "",
         vllm_config.cache_config.block_size,
         sparse_page_tokens(vllm_config),
+        # A recurrent layer's state has room for draft tokens.
+        vllm_config.num_speculative_tokens if keeps_states(vllm_config) else 0,
     ]
     return hashlib.blake2b(canonical(parts).encode(), digest_size=8).hexdigest()
 

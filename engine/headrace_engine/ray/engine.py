@@ -33,7 +33,7 @@ from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_file, write_steps
 from headrace_engine.reporting.engine_events import EngineEvents
 from headrace_engine.reporting.start_errors import causes_told
-from headrace_engine.serving.model_limits import PREFIX_CACHE, REMOTE_PREFILL, STORE
+from headrace_engine.serving.model_limits import PREFIX_CACHE, REMOTE_PREFILL, SPECULATION, STORE
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.vllm.engine import (
     cache_block_use,
@@ -45,7 +45,7 @@ from headrace_engine.vllm.engine import (
 )
 from headrace_engine.vllm.parsers import set_parsers
 from headrace_engine.vllm.platforms import cpu_arguments, why_no_prefix_cache
-from headrace_engine.vllm.recurrent_models import leave_out_store
+from headrace_engine.vllm.recurrent_models import leave_out_store, why_no_speculation
 from headrace_kvstore.lookup.store_view import store_settings
 
 logger = logging.getLogger("headrace.engine")
@@ -159,7 +159,11 @@ class MeteredVLLMEngine(VLLMEngine):
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, VllmConfig]:
         args, frontend, config = super()._prepare_engine_config(callback_ctx)
         own = self.llm_config.get_engine_config()
-        if changed := cpu_arguments(config):
+        changed = cpu_arguments(config)
+        if (why := why_no_speculation(config)) is not None:
+            self.left_out[SPECULATION] = why
+            changed["speculative_config"] = None
+        if changed:
             own.engine_kwargs.update(changed)
             args, frontend, config = super()._prepare_engine_config(callback_ctx)
         self.parsers = set_parsers(args, frontend, config, own.engine_kwargs | own.frontend_kwargs)

@@ -1,4 +1,5 @@
-"""Known limits of models: what the store cannot keep, and what vLLM cannot do on CPUs.
+"""Known limits of models: what the store cannot keep, which cannot draft, and what vLLM cannot do
+on CPUs.
 
 Everything follows from a model's configuration (the text part of config.json), so `headrace doctor`
 tells it before a start, and an engine when it starts. A limit of vLLM's on CPUs has a test in
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PREFIX_CACHE, REMOTE_PREFILL, STORE = "prefix_cache", "remote_prefill", "store"
+SPECULATION = "speculation"
 """Parts that an engine may run without (`MeteredVLLMEngine.left_out`)."""
 STATE_LAYERS = frozenset(
     {"linear_attention", "mamba", "mamba2", "hybrid", "conv", "recurrent", "kda"}
@@ -103,6 +105,28 @@ def why_no_store(
     return None
 
 
+def why_no_drafts(architecture: str, *, on_cpu: bool, is_own: bool) -> str | None:
+    """Return why an engine with layers that keep a state must not draft; None if it may.
+
+    Args:
+        architecture: the name of the model's class.
+        on_cpu: whether the engine computes on CPUs.
+        is_own: whether the drafter is Headrace's, which prefill engines do not have.
+    """
+    if on_cpu:
+        return (
+            f"{architecture} has layers that keep a state in place of KV, and vLLM on CPUs lacks "
+            "the kernel that keeps the state of accepted draft tokens: the engine would end, or "
+            "answer wrongly"
+        )
+    if is_own:
+        return (
+            f"{architecture} has layers that keep a state in place of KV, and states have another "
+            "shape in an engine that drafts: no prefill engine could hand them over"
+        )
+    return None
+
+
 def has_state_layers(fields: Mapping[str, Any]) -> bool:
     """Return whether some layers of a model with these `text_fields` keep a state in place of KV:
     Mamba, GDN, another linear attention or a short convolution."""
@@ -131,6 +155,8 @@ def expected_left_out(config: Mapping[str, Any], *, on_cpu: bool) -> dict[str, s
     )
     if why is not None:
         found[STORE] = why
+    if has_state_layers(fields):
+        found[SPECULATION] = str(why_no_drafts(architecture, on_cpu=on_cpu, is_own=True))
     return found
 
 

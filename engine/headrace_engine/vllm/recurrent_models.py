@@ -1,9 +1,10 @@
-"""Models with layers that keep a state in place of KV (Mamba, GDN), and the KV store.
+"""Models with layers that keep a state in place of KV (Mamba, GDN): their store and their drafts.
 
 The store keeps states beside the KV of attention layers if vLLM keeps states at block boundaries,
 as it does with prefix caching. Such an engine needs vLLM's hybrid cache manager. Engines whose
 states or KV the store cannot keep start without it. Prefill and decode are apart as for other
-models: NIXL's connector moves states, too.
+models: NIXL's connector moves states, too. It does not see that states of engines with other
+numbers of draft tokens have other shapes.
 
 `tests/unit/test_contracts_recurrent.py` pins what is used here.
 """
@@ -16,7 +17,8 @@ from typing import Any
 from vllm.config import KVTransferConfig, VllmConfig
 
 from headrace_engine.connector.identity.engine_identity import lossy_codec
-from headrace_engine.serving.model_limits import KEEPS_STATES, why_no_store
+from headrace_engine.serving.model_limits import KEEPS_STATES, why_no_drafts, why_no_store
+from headrace_engine.vllm.platforms import runs_on_cpu
 
 STORE, BLENDING = "HeadraceConnector", "StoredBlendingConnector"
 """`kv_connector` of those that read the store, alone or among `connectors`."""
@@ -33,11 +35,11 @@ def leave_out_store(config: VllmConfig) -> str | None:
     Returns:
         Why there is no store; None if there was none or it stays.
     """
-    model, transfer = config.model_config, config.kv_transfer_config
+    transfer = config.kv_transfer_config
     children = [] if transfer is None else _children(transfer)
     if not any(child["kv_connector"] in (STORE, BLENDING) for child in children):
         return None
-    has_states = model.is_hybrid or model.is_attention_free
+    has_states = keeps_states(config)
     if has_states:
         config.scheduler_config.disable_hybrid_kv_cache_manager = False
         if any(child["kv_connector"] == "NixlConnector" for child in children):
@@ -48,6 +50,24 @@ def leave_out_store(config: VllmConfig) -> str | None:
     elif has_states:  # blending cannot recompute such layers, and has no part in their manager
         _keep(config, [each for each in children if each["kv_connector"] != BLENDING])
     return why
+
+
+def keeps_states(config: VllmConfig) -> bool:
+    """Return whether layers of an engine's model keep a state in place of KV."""
+    return bool(config.model_config.is_hybrid or config.model_config.is_attention_free)
+
+
+def why_no_speculation(config: VllmConfig) -> str | None:
+    """Return why an engine with this configuration must not draft as it says; None if it may, or
+    does not."""
+    drafter = config.speculative_config
+    if drafter is None or not keeps_states(config):
+        return None
+    return why_no_drafts(
+        config.model_config.architecture,
+        on_cpu=runs_on_cpu(),
+        is_own=drafter.method == "custom_class",
+    )
 
 
 def _why_no_store(config: VllmConfig, has_states: bool) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.cli.doctor.finding import Finding
 from headrace.config import HeadraceConfig, RoleSettings
-from headrace_engine.serving.model_limits import PREFIX_CACHE, STORE, expected_left_out
+from headrace_engine.serving.model_limits import PREFIX_CACHE, SPECULATION, STORE, expected_left_out
 
 SWITCHES = {
     "store": "store.enabled: false",
@@ -78,6 +78,7 @@ def expected(
 def _is_wanted(part: str, config: HeadraceConfig, role: RoleSettings) -> bool:
     wanted = {
         STORE: config.store.enabled,
+        SPECULATION: config.speculation.enabled and "speculative_config" not in role.engine,
         PREFIX_CACHE: role.engine.get("enable_prefix_caching") is not False,
     }
     return wanted[part]
