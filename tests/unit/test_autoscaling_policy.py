@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,9 +33,8 @@ MANY = ["prefill.autoscaling.max_replicas=4", "decode.autoscaling.max_replicas=6
 
 
 @pytest.fixture(autouse=True)
-def _no_states() -> Iterator[None]:
-    yield
-    autoscaler_state.remove_state(APP)
+def _no_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler_state, "_STATES", {})
 
 
 def snapshot(rate: float = 1.0) -> dict[str, Any]:
@@ -365,6 +363,4 @@ def test_models_of_one_app_have_states_of_their_own() -> None:
     shared = (Slo(2.0, 0.0, 0.1, 0.9), ReplicaCosts(10.0, 20.0), ReplicaBounds((1, 1), (1, 1)))
     states = [autoscaler_state.state_of(APP, *shared, model) for model in ("", "a", "b", "a")]
     assert states[1] is states[3] and len({id(state) for state in states}) == 3
-    for model in ("a", "b"):
-        autoscaler_state.remove_state(APP, model)
     assert autoscaler_state.state_of(APP, *shared) is states[0]

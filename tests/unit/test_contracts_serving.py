@@ -27,12 +27,12 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import ReplicaContext
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from headrace_engine.kv_transfer.ports import is_free
 from headrace_engine.ray import serve as ray_serve
 from headrace_engine.ray.serve import ongoing_requests
 from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
 from headrace_engine.vllm.engine import cache_layout
 from tests.support.contracts import assert_fields, assert_takes, find
+from tests.support.free_ports import is_free
 
 SERVING = "engine/headrace_engine/ray/serve.py"
 ROUTER = "engine/headrace_engine/serving/request_router.py"

@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from headrace_engine.kv_transfer import ports
-from headrace_engine.kv_transfer.ports import free_port_block, is_free, reserve_ports
+from headrace_engine.kv_transfer.ports import free_port_block, reserve_ports
 from headrace_kvstore.protocol.address import bind, host_port
+from tests.support.free_ports import is_free
 from tests.support.only_ipv6 import HOSTS
 
 

@@ -113,11 +113,21 @@ class Counting:
         return ids
 
 
-def made(kind: str, **more: Any) -> tuple[Counting, SegmentTokenizer]:
-    encode = Counting(KINDS[kind])
-    result = SegmentTokenizer(encode, KINDS[kind].get_added_tokens_decoder(), **more)
+def made(kind: str | Tokenizer) -> tuple[Counting, SegmentTokenizer]:
+    tokenizer = KINDS[kind] if isinstance(kind, str) else kind
+    encode = Counting(tokenizer)
+    result = SegmentTokenizer(encode, tokenizer.get_added_tokens_decoder())
     encode.chars = 0
     return encode, result
+
+
+def cuts_texts(encode: Counting, tokenizer: SegmentTokenizer) -> bool:
+    """Whether a text that grows at a special token costs its end only."""
+    text = "a b " * segment_tokenizer.SEGMENT_CHARS
+    for more in ("<|start|>", "<|start|>a"):
+        encode.chars = 0
+        tokenizer.token_ids(text + more, False, "a tenant of its own")
+    return encode.chars < len(text)
 
 
 def text_of(rng: random.Random, pieces: int) -> str:
@@ -133,7 +143,7 @@ def test_tokens_are_those_of_the_whole_text(
 ) -> None:
     monkeypatch.setattr(segment_tokenizer, "SEGMENT_CHARS", 10)
     encode, tokenizer = made(kind)
-    assert tokenizer.cuts_texts
+    assert cuts_texts(encode, tokenizer)
     rng = random.Random(kind)
     for pieces in range(150):
         text = text_of(rng, pieces)
@@ -184,11 +194,13 @@ def test_tenants_share_no_tokens() -> None:
         assert encode.chars == len("some text")
 
 
-def test_memory_is_bounded_and_the_oldest_segments_leave() -> None:
-    encode, tokenizer = made("bytes", max_bytes=3 * (segment_tokenizer.ENTRY_BYTES + 4))
+def test_memory_is_bounded_and_the_oldest_segments_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    max_bytes = 3 * (segment_tokenizer.ENTRY_BYTES + 4)
+    monkeypatch.setattr(segment_tokenizer, "MAX_KEPT_BYTES", max_bytes)
+    encode, tokenizer = made("bytes")
     for text in ("a", "b", "c", "a", "d"):
         tokenizer.token_ids(text, False, None)
-    assert tokenizer.kept_bytes <= 3 * (segment_tokenizer.ENTRY_BYTES + 4)
+    assert tokenizer.kept_bytes <= max_bytes
     encode.chars = 0
     for text in ("a", "d", "c"):
         tokenizer.token_ids(text, False, None)
@@ -196,18 +208,19 @@ def test_memory_is_bounded_and_the_oldest_segments_leave() -> None:
     tokenizer.token_ids("b", False, None)
     assert encode.chars == 1
     tokenizer.token_ids("a b c " * 1000, False, None)  # larger than the memory
-    assert tokenizer.kept_bytes <= 3 * (segment_tokenizer.ENTRY_BYTES + 4)
+    assert tokenizer.kept_bytes <= max_bytes
 
 
 def test_a_tokenizer_that_breaks_the_rule_gets_whole_texts() -> None:
     tokenizer = KINDS["bytes"]
 
-    def encode(text: str, add_special_tokens: bool) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text.replace(" <|start|>", "<|start|>")).ids
-        return ids
+    class Odd(Counting):
+        def __call__(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+            return super().__call__(text.replace(" <|start|>", "<|start|>"), add_special_tokens)
 
+    encode = Odd(tokenizer)
     result = SegmentTokenizer(encode, tokenizer.get_added_tokens_decoder())
-    assert not result.cuts_texts
+    assert not cuts_texts(encode, result)
     text = "a <|start|>b" * 3000
     assert result.token_ids(text, False, None) == encode(text, False)
 
@@ -215,22 +228,17 @@ def test_a_tokenizer_that_breaks_the_rule_gets_whole_texts() -> None:
 def test_a_tokenizer_that_does_not_match_special_tokens_gets_whole_texts() -> None:
     tokenizer = byte_level()
     tokenizer.encode_special_tokens = True
-    result = SegmentTokenizer(
-        lambda text, add: tokenizer.encode(text, add_special_tokens=add).ids,
-        tokenizer.get_added_tokens_decoder(),
-    )
-    assert not result.cuts_texts
+    assert not cuts_texts(*made(tokenizer))
 
 
 def test_a_tokenizer_with_a_very_long_added_token_gets_whole_texts() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<" + "x" * MAX_TOKEN_CHARS, normalized=False)])
-    encode = Counting(tokenizer)
-    assert not SegmentTokenizer(encode, tokenizer.get_added_tokens_decoder()).cuts_texts
+    assert not cuts_texts(*made(tokenizer))
 
 
 def test_other_kinds_of_tokenizers_get_whole_texts() -> None:
     encode = Counting(KINDS["bytes"])
     result = SegmentTokenizer(encode, {})
-    assert not result.cuts_texts
+    assert not cuts_texts(encode, result)
     assert result.token_ids("<|start|>a", True, None) == encode("<|start|>a", True)

@@ -37,10 +37,10 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": anthropic_type(status), "message": message}}
 
 
-def openai_error(message: str, param: str | None, status: int = 400) -> dict[str, Any]:
-    """Return an error as vLLM's application writes it."""
-    kind = "BadRequestError" if status == 400 else "InternalServerError"
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+def openai_error(message: str, param: str | None) -> dict[str, Any]:
+    """Return a refusal with status 400 as vLLM's application writes it."""
+    error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+    return {"error": error}
 
 
 def plain(message: str) -> str:

@@ -46,6 +46,9 @@ _SINGLE = (
     *("if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
 )
 
+MAX_NAMED = 5
+"""Maximum number of keywords that a message names."""
+
 Found = tuple[str, str]
 """A keyword, and the JSON pointer of the schema that has it."""
 
@@ -62,10 +65,10 @@ def unenforced(schema: Any) -> list[Found]:
     return found
 
 
-def named(found: list[Found], max_named: int = 5) -> str:
+def named(found: list[Found]) -> str:
     """Return the keywords with their places, in words."""
-    text = ", ".join(f'"{keyword}" at {place[:200]}' for keyword, place in found[:max_named])
-    return text + (f" and {len(found) - max_named} more" if len(found) > max_named else "")
+    text = ", ".join(f'"{keyword}" at {place[:200]}' for keyword, place in found[:MAX_NAMED])
+    return text + (f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else "")
 
 
 def _of(schema: Mapping[str, Any]) -> Iterator[str]:

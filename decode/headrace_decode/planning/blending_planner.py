@@ -96,6 +96,8 @@ class BlendingPlanner:
         index: index of stored prompts.
         hashes: (token ids, salt) -> hashes of the prompt's full blocks.
         mode, budget: mode and default recompute ratio of the app's `techniques.blending`.
+
+    Attributes:
         holds_blocks: (block hashes) -> whether this machine's DRAM holds each block; None: all
             count as held.
     """
@@ -106,10 +108,9 @@ class BlendingPlanner:
         hashes: Callable[[Sequence[int], str], list[bytes]],
         mode: str,
         budget: float,
-        holds_blocks: Callable[[Sequence[bytes]], Sequence[bool]] | None = None,
     ) -> None:
         self._index, self._hashes = index, hashes
-        self.holds_blocks = holds_blocks
+        self.holds_blocks: Callable[[Sequence[bytes]], Sequence[bool]] | None = None
         self.mode, self.budget = mode, budget
         self.requests = self.blended_tokens = 0
 

@@ -60,16 +60,10 @@ class SegmentTokenizer:
     Args:
         encode: the tokenizer.
         added_tokens: the tokenizer's added tokens by id; empty if it is none of `tokenizers`.
-        max_bytes: memory for kept tokens.
     """
 
-    def __init__(
-        self,
-        encode: Encode,
-        added_tokens: Mapping[int, AddedToken],
-        max_bytes: int = MAX_KEPT_BYTES,
-    ) -> None:
-        self._encode, self._max_bytes = encode, max_bytes
+    def __init__(self, encode: Encode, added_tokens: Mapping[int, AddedToken]) -> None:
+        self._encode = encode
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self.kept_bytes = 0
         raw = {each.content for each in added_tokens.values() if not each.normalized}
@@ -82,11 +76,6 @@ class SegmentTokenizer:
         self._frame = self._find_frame()
         if self._frame is None or not all(starmap(self._holds, sorted(ids.items())[:MAX_CHECKED])):
             self._boundaries = ()
-
-    @property
-    def cuts_texts(self) -> bool:
-        """Whether texts are cut into segments."""
-        return bool(self._boundaries)
 
     def token_ids(self, text: str, add_special_tokens: bool, owner: str | None) -> list[int]:
         """Return the same token ids as the tokenizer.
@@ -130,10 +119,10 @@ class SegmentTokenizer:
             return ids
         ids = array("i", self._encode(text, add_special_tokens))
         size = _size(ids)
-        if size <= self._max_bytes:
+        if size <= MAX_KEPT_BYTES:
             self._kept[key] = ids
             self.kept_bytes += size
-            while self.kept_bytes > self._max_bytes:
+            while self.kept_bytes > MAX_KEPT_BYTES:
                 self.kept_bytes -= _size(self._kept.popitem(last=False)[1])
         return ids
 

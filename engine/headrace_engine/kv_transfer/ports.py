@@ -82,14 +82,6 @@ def free_port_block(count: int, host: str, rng: random.Random | None = None) -> 
         return reserved.first
 
 
-def is_free(port: int, host: str) -> bool:
-    """Whether a port has neither a listener nor a reservation."""
-    sock = _bound(host, port)
-    if sock is not None:
-        sock.close()
-    return sock is not None
-
-
 def _bound(host: str, port: int) -> socket.socket | None:
     try:
         return _bind(host, port)

@@ -34,7 +34,8 @@ from headrace_lab.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
 from headrace_lab.simulate.trace import Workload
 
 _AHEAD_BLOCKS = 1 << 16
-TIMELINE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
+COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
+"""Columns of a run's course."""
 
 
 class SimulationError(ValueError):
@@ -184,17 +185,7 @@ class Simulation:
             since_requests=np.zeros(self.engines, np.int64),
         )
         self.placed = 0
-        self.course: dict[str, list[float]] = {
-            name: []
-            for name in (
-                "at_s",
-                "prefill_busy",
-                "decode_busy",
-                "queue_tokens",
-                "running",
-                "kv_used",
-            )
-        }
+        self.course: dict[str, list[float]] = {name: [] for name in COURSE}
         self._busy_before = np.zeros(self.engines)
 
     def play(self, progress: Callable[[float], None] | None) -> None:
@@ -221,7 +212,7 @@ class Simulation:
                 self._tick(at)
                 tick += 1
                 if at >= second:
-                    self._record_timeline(at)
+                    self._record_course(at)
                     second = int(at) + 1
                     if progress is not None:
                         progress(min(1.0, at / work.seconds))
@@ -301,7 +292,7 @@ class Simulation:
         if p >= 0:
             known_blocks.expect_blocks(self.known, self.s, r, d)
 
-    def _record_timeline(self, at_s: float) -> None:
+    def _record_course(self, at_s: float) -> None:
         s, split, course = self.s, self.cluster.prefills, self.course
         before_s = course["at_s"][-1] if course["at_s"] else 0.0
         busy = (s.eng["busy_s"] - self._busy_before) / max(at_s - before_s, 1e-9)

@@ -215,8 +215,3 @@ def state_of(
     state = _STATES.setdefault((app, model), AutoscalerState(slo, prices, bounds))
     state.slo, state.bounds = slo, bounds
     return state
-
-
-def remove_state(app: str, model: str = "") -> None:
-    """Remove the state of a model."""
-    _STATES.pop((app, model), None)

@@ -117,12 +117,6 @@ def offsets_of(n: int, chunks: list[tuple[int, int]]) -> Int:
     return offsets
 
 
-def recomputed_share(depths: Int, offsets: Int, layers: int) -> float:
-    """Return the share of (token of a chunk, layer) pairs that are computed."""
-    chunk = offsets >= 0
-    return float(depths[chunk].mean() / layers) if chunk.any() else 0.0
-
-
 def _best(score: NDArray[np.float64], count: int) -> Int:
     """Return the indices of the `count` highest scores, ascending; of equal scores, the earlier."""
     order = np.argsort(-score, kind="stable")[:count]

@@ -245,7 +245,6 @@ def simulate_autoscaled(
     scaler: Scaler,
     settings: SimulationSettings | None = None,
     fleet: FleetSettings | None = None,
-    policy: HeadracePolicy | None = None,
 ) -> tuple[SimulationRun, Fleet]:
     """Play a workload on replicas that start and stop.
 
@@ -259,7 +258,7 @@ def simulate_autoscaled(
     settings, fleet = settings or SimulationSettings(), fleet or FleetSettings()
     check(work, hardware, *most, settings)
     simulation = _AutoscaledSimulation(
-        work, hardware, most, policy or HeadracePolicy(), settings, scaler, fleet
+        work, hardware, most, HeadracePolicy(), settings, scaler, fleet
     )
     simulation.play(None)
     reachable = best_case(work, hardware, simulation.from_s).hit_rate

@@ -15,7 +15,7 @@ from headrace_prefill.blending.finding.anchors import LEAST, SPAN, anchors
 from headrace_prefill.blending.finding.covering import covering
 from headrace_prefill.blending.finding.matching import PLACE, matches
 from headrace_prefill.blending.finding.table import CANDIDATES, Table, get, put
-from headrace_prefill.blending.finding.texts import Texts
+from headrace_prefill.blending.finding.texts import DIGEST_BYTES, Texts
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,12 @@ class Finder:
     Args:
         capacity_tokens: maximum number of tokens kept; the oldest blocks are removed.
         block_tokens: tokens of a stored block.
-        digest_bytes: length of a block's digest.
     """
 
-    def __init__(self, capacity_tokens: int, block_tokens: int, digest_bytes: int = 32) -> None:
+    def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
         blocks = max(1, capacity_tokens // block_tokens)
-        self._size, self._digest_bytes = block_tokens, digest_bytes
-        self._texts = Texts.of(blocks, block_tokens, digest_bytes)
+        self._size = block_tokens
+        self._texts = Texts.of(blocks, block_tokens)
         self._anchors = Table.of(blocks * block_tokens * 2 // (SPAN + 1))
         self._digests = Table.of(blocks)
         self._end = 0
@@ -85,8 +84,8 @@ class Finder:
         text = _tokens(tokens)
         if len(text) < len(digests) * self._size:
             raise ValueError(f"{len(text)} tokens for {len(digests)} blocks of {self._size}")
-        if any(len(digest) != self._digest_bytes for digest in digests):
-            raise ValueError(f"digests must have {self._digest_bytes} bytes")
+        if any(len(digest) != DIGEST_BYTES for digest in digests):
+            raise ValueError(f"digests must have {DIGEST_BYTES} bytes")
         digests = digests[: len(self._texts.tokens)]
         whose = self._whose(tenant)
         with self._lock:
@@ -171,7 +170,7 @@ class Finder:
         texts.number[at] = known + np.arange(new)
         texts.tenant[at], texts.gone[at] = whose, False
         stored = np.frombuffer(b"".join(digests[known:]), np.uint8)
-        texts.digests[at] = stored.reshape(new, self._digest_bytes)
+        texts.digests[at] = stored.reshape(new, DIGEST_BYTES)
         self._end += new
         hashed = np.array([_digest_hash(digest) for digest in digests[known:]], np.uint64)
         put(self._digests, hashed, begun + np.arange(new), self._first)

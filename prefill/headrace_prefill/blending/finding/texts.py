@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from headrace_kvstore.numba_jit import jit
 
+DIGEST_BYTES = 32
+"""Length of a block's digest."""
+
 
 class Texts(NamedTuple):
     """Arrays over the ring's blocks.
@@ -25,7 +28,7 @@ class Texts(NamedTuple):
         number: int64, the block's index in its prompt, from 0.
         tenant: uint64.
         gone: bool, no longer in the store.
-        digests: uint8 [blocks, digest bytes].
+        digests: uint8 [blocks, DIGEST_BYTES].
     """
 
     tokens: NDArray[np.int32]
@@ -36,14 +39,14 @@ class Texts(NamedTuple):
     digests: NDArray[np.uint8]
 
     @staticmethod
-    def of(blocks: int, block_tokens: int, digest_bytes: int) -> Texts:
+    def of(blocks: int, block_tokens: int) -> Texts:
         return Texts(
             np.zeros((blocks, block_tokens), np.int32),
             np.full(blocks, -1, np.int64),
             np.zeros(blocks, np.int64),
             np.zeros(blocks, np.uint64),
             np.zeros(blocks, np.bool_),
-            np.zeros((blocks, digest_bytes), np.uint8),
+            np.zeros((blocks, DIGEST_BYTES), np.uint8),
         )
 
 
