@@ -198,6 +198,10 @@ class Windowed(Scheduled):
                 assert (found == wanted).all(), "the store has wrong KV"
         return [slot >= 0 for slot in slots]
 
+    def states(self, request: Request) -> list[bool]:
+        """Whether the store has the state after each block of a request; empty without states."""
+        return []
+
     @property
     def stored_layers(self) -> list[int]:
         """Numbers of the layers in a stored block."""

@@ -148,63 +148,6 @@ def test_a_request_of_which_a_block_or_state_fails_is_computed_from_its_start(
     assert engine.states(request)[5] and all(engine.stored(request)), "what was wrong is replaced"
 
 
-def test_a_state_that_is_gone_when_the_load_begins_fails_it_once(engine: Recurrent) -> None:
-    engine.store(PROMPT)
-    request = engine.add("again", PROMPT, 5)
-    output = engine.scheduler.schedule()
-    engine.connector.arena.clear()
-    engine.flight.append(engine.computed(output))
-    engine.until(lambda: "again" not in engine.scheduler.requests)
-    assert list(request.output_token_ids) == [GOOD] * 5
-    assert counted(engine, "lost_gone") == 6 + 2, "it is not loaded again"
-
-
-def test_an_aborted_request_gives_all_blocks_back(engine: Recurrent) -> None:
-    engine.add("long", PROMPT, 5)
-    for _ in range(2):
-        engine.step()
-    assert engine.pool.get_num_free_blocks() < BLOCKS - 1
-    engine.abort("long")
-    engine.ends()
-    assert engine.is_pool_free
-
-
-def test_a_request_that_is_aborted_while_it_loads_gives_all_blocks_back(
-    engine: Recurrent,
-) -> None:
-    engine.store(PROMPT)
-    request = engine.add("again", PROMPT, 5)
-    engine.until(lambda: request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
-    engine.abort("again")
-    engine.ends()
-    assert engine.is_pool_free
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_preempted_requests_answer_as_others_and_give_all_blocks_back(
-    tmp_path: Path, asynchronous: bool
-) -> None:
-    engine = Recurrent(tmp_path, asynchronous, blocks=26, step_tokens=STEP_TOKENS)
-    requests = [engine.add(f"r{n}", 3 * BLOCK + n, 4 * BLOCK) for n in range(3)]
-    engine.ends()
-    assert any(request.num_preemptions for request in requests)
-    assert all(set(request.output_token_ids) == {GOOD} for request in requests)
-    assert engine.is_pool_free
-    for request in requests:
-        engine.stored(request), engine.states(request)
-    engine.close()
-
-
-def test_a_reset_saves_nothing_of_steps_in_flight(tmp_path: Path) -> None:
-    engine = Recurrent(tmp_path, asynchronous=True, blocks=BLOCKS, step_tokens=STEP_TOKENS)
-    request = engine.add("long", PROMPT, 5)
-    engine.step()
-    engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.ends()
-    assert not any(engine.states(request)[2:]) and engine.is_pool_free
-    engine.close()
-
-
 @pytest.mark.parametrize(
     "groups",
     [[SPEC, recurrent()], [recurrent(), SPEC], [recurrent(), recurrent(), SPEC, recurrent()]],
