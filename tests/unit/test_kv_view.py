@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm.v1.request import Request
 from headrace_engine.vllm.kv_cache import BlockHasher
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import FileLock
+from headrace_kvstore.lookup.availability import DRAM, AvailableRun
 from headrace_kvstore.lookup.state_hits import StateHits
 from headrace_kvstore.lookup.store_view import StoreView
 from headrace_kvstore.settings.store_settings import StoreSettings
@@ -107,7 +109,10 @@ def test_with_recurrent_layers_a_prefix_is_held_with_all_states_after_it(
     assert view.held_tokens(prompt, "") == 2 * BLOCK, "the other worker's part is missing"
     put(arena, 1, [STATES.name(names[2], 3)])
     assert view.held_tokens(prompt, "") == 3 * BLOCK
-    assert view.held_tokens(prompt[: 3 * BLOCK], "") == 2 * BLOCK, "the last token is computed"
+    whole = prompt[: 3 * BLOCK]
+    assert view.held_tokens(whole, "") == 3 * BLOCK
+    found = asyncio.run(view.available_runs(whole, "", 0.01))
+    assert found == [AvailableRun(DRAM, 2 * BLOCK)], "the last token is computed"
     arena.discard(0, names[:1])
     assert view.held_tokens(prompt, "") == 0
     view.close()
@@ -123,6 +128,7 @@ def test_with_recurrent_layers_states_are_pinned_too(arena: Arena, settings: Sto
     assert view.pin(prompt, "", pinned=False) == 2 * BLOCK
     assert arena.stats()["pinned"] == 0
     assert view.pin(list(range(50, 60)), "") == 0
+    assert view.pin(prompt[: 2 * BLOCK], "") == 2 * BLOCK, "a prompt that ends with a block"
     view.close()
 
 

@@ -77,8 +77,10 @@ class StoreView:
         """
         hashes, held = self._look(token_ids, salt)
         # The last token is always computed, so the block that it completes is never loaded.
-        usable = max(held, (len(token_ids) - 1) // self._block_tokens)
-        found = await self._available(hashes[:usable], held, compute_s)
+        usable = (len(token_ids) - 1) // self._block_tokens
+        if self._state_hits is None:
+            usable = max(held, usable)
+        found = await self._available(hashes[:usable], min(held, usable), compute_s)
         return [run._replace(length=run.length * self._block_tokens) for run in found]
 
     async def _available(
@@ -93,30 +95,37 @@ class StoreView:
         here, end = [AvailableRun(DRAM, hit)] * (hit > 0), len(hashes)
         if not self._settings.node or hit == end:
             return here
-        if self._states():
-            names = StateHits(tuple(self._states())).last_names(hashes)
+        states = self._state_hits
+        if states is not None:
+            names = states.last_names(hashes)
             end = self._hit(hashes, await self._lookup_client.find_held(self._digests(), names))
             if end <= hit:
                 return here
         rest, below = hashes[held:end], list[AvailableRun]()
         if rest:
             below = await self._lookup_client.available_runs(self._digests(), rest, compute_s)
-        if self._states() and sum(run.length for run in below) < len(rest):
+        if states is not None and sum(run.length for run in below) < len(rest):
             return here
         return [AvailableRun(DRAM, min(held, end))] * (held > 0) + below
+
+    @property
+    def _state_hits(self) -> StateHits | None:
+        """Hits of the engine; None if it has no recurrent layers."""
+        groups = tuple(self._states())
+        return StateHits(groups) if groups else None
 
     def _hit(self, hashes: Sequence[bytes], below: Collection[bytes] = ()) -> int:
         """Return how many of these leading blocks an engine can use: with recurrent layers, only
         those with a state after them, in DRAM or among the blocks `below`."""
-        groups = tuple(self._states())
-        if not groups:
+        states = self._state_hits
+        if states is None:
             return len(hashes)
 
         def lacking(names: Sequence[bytes]) -> list[bool]:
             there = zip(names, self.holds(names), strict=True)
             return [not held and name not in below for name, held in there]
 
-        return StateHits(groups).hit(hashes, lacking)
+        return states.hit(hashes, lacking)
 
     def holds(self, hashes: Sequence[bytes]) -> list[bool]:
         """Return, for each block, whether DRAM has the parts of all workers. Never raises."""
@@ -135,20 +144,18 @@ class StoreView:
         return self._lookup_client.failures
 
     def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
-        """Pin a prompt's blocks in DRAM, or unpin them. Return how many leading tokens of the
-        prompt are there and, with `pinned`, are pinned: pins have a limit (`Arena.pin`)."""
+        """Pin a prompt's blocks in DRAM, or unpin them; with recurrent layers, those of the longest
+        hit and the states after it. Return how many leading tokens of the prompt are there and,
+        with `pinned`, are pinned: pins have a limit (`Arena.pin`)."""
         if not self._open() or self._arena is None:
             return 0
-        names = hashes = self._hashes(token_ids, salt)
-        if self._states():
+        hashes, after, states = self._hashes(token_ids, salt), list[bytes](), self._state_hits
+        if states is not None:
             hashes = hashes[: self.held_tokens(token_ids, salt) // self._block_tokens]
-            names = [
-                *hashes,
-                *(StateHits(tuple(self._states())).names(hashes[-1]) if hashes else ()),
-            ]
-        each = [self._arena.pin(id, names, pinned) for id in self._namespace_ids]
+            after = states.names(hashes[-1]) if hashes else []
+        each = [self._arena.pin(id, [*hashes, *after], pinned) for id in self._namespace_ids]
         held = np.logical_and.reduce(each)
-        if not held[len(hashes) :].all():
+        if after and not held.all():
             return 0
         return _leading(held[: len(hashes)]) * self._block_tokens
 
@@ -170,8 +177,6 @@ class StoreView:
             return [], 0
         try:
             hashes = self._hashes(token_ids, salt)
-            if self._states():  # a state after the last token is of no use: that token is computed
-                hashes = hashes[: (len(token_ids) - 1) // self._block_tokens]
             held = [self._arena.lookup(id, hashes) >= 0 for id in self._namespace_ids]
             return hashes, _leading(np.logical_and.reduce(held))
         except Exception:
