@@ -207,6 +207,16 @@ def test_fits_that_are_wrong_are_refused(told: object) -> None:
         calibrate_hardware(Hardware(), told)
 
 
+def test_the_fits_of_engines_of_several_models_are_not_mixed() -> None:
+    fits = {"transfer": {"fixed_s": 0.001, "each_s": 1e-9}}
+    replicas = [{"model": name, "router": {"fits": fits}} for name in ("a", "b", "a")]
+    with pytest.raises(CalibrationError, match="the app serves a, b, whose engines differ"):
+        calibrate_hardware(Hardware(), {"replicas": replicas})
+    calibrate_hardware(
+        Hardware(), {"replicas": [*replicas[::2], {"model": "b", "role": "prefill"}]}
+    )
+
+
 def test_impossible_machines_are_refused() -> None:
     with pytest.raises(ValueError, match="kv_blocks"):
         Engine(kv_blocks=0)

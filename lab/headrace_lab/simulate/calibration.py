@@ -89,6 +89,14 @@ def _from_status(document: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if not costs:
         raise CalibrationError("the status has no decode replica with fits")
+    models = {
+        str(one.get("model")) for one in replicas if isinstance(one, dict) and "router" in one
+    }
+    if len(models) > 1:
+        raise CalibrationError(
+            f"the app serves {', '.join(sorted(models))}, whose engines differ: save its status to "
+            "a file, and remove the replicas of all models but one"
+        )
     found: dict[str, Any] = {}
     steps = [router.get("step_times") for router in routers if isinstance(router, dict)]
     for name in _SIDES:
