@@ -6,11 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace_engine.step_time import StepTime
+from headrace_lab.simulate import other_routers
 from headrace_lab.simulate.calibration import CalibrationError, calibrate_hardware
 from headrace_lab.simulate.cluster_state import EnginePair
 from headrace_lab.simulate.hardware import (
@@ -205,6 +208,20 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
 def test_fits_that_are_wrong_are_refused(told: object) -> None:
     with pytest.raises(CalibrationError):
         calibrate_hardware(Hardware(), told)
+
+
+def test_rays_rule_counts_cache_in_use_in_blocks() -> None:
+    """Also that of the prompts sent since the report."""
+    cluster: Any = SimpleNamespace(
+        alive=np.ones(3, np.bool_),
+        prefills=2,
+        hardware=Hardware(),
+        sent_requests=np.zeros(3, np.int64),
+        report=SimpleNamespace(used=np.array([10, 0, 0])),
+        since_tokens=np.array([0, 4 * Hardware().block_tokens, 0]),
+    )
+    request: Any = SimpleNamespace(store=np.zeros(3, np.int32), prompt=2048)
+    assert other_routers.ray(cluster, request, Random(0)).prefill == 1
 
 
 def test_the_fits_of_engines_of_several_models_are_not_mixed() -> None:

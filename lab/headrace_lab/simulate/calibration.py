@@ -89,12 +89,12 @@ def _from_status(document: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if not costs:
         raise CalibrationError("the status has no decode replica with fits")
-    models = {
+    served = {
         str(one.get("model")) for one in replicas if isinstance(one, dict) and "router" in one
     }
-    if len(models) > 1:
+    if len(served) > 1:
         raise CalibrationError(
-            f"the app serves {', '.join(sorted(models))}, whose engines differ: save its status to "
+            f"the app serves {', '.join(sorted(served))}, whose engines differ: save its status to "
             "a file, and remove the replicas of all models but one"
         )
     found: dict[str, Any] = {}

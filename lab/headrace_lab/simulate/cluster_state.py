@@ -102,8 +102,8 @@ class ClusterState:
         node: node of each engine.
         sent_requests, sent_tokens, sent_blocks: requests under way, their prompt tokens to compute,
             and the blocks of their prompts on decode engines.
-        since_tokens, since_pairs, since_blocks, since_requests: the same for requests that were
-            sent since the report.
+        since_tokens, since_pairs, since_requests: the same for requests that were sent since the
+            report.
     """
 
     hardware: Hardware
@@ -117,7 +117,6 @@ class ClusterState:
     sent_blocks: Ints
     since_tokens: Ints
     since_pairs: Floats
-    since_blocks: Ints
     since_requests: Ints
 
     @property
@@ -131,16 +130,14 @@ class ReportQueue:
 
     delay_s: float
     _in_transit: deque[EngineReports] = field(default_factory=deque)
-    _sent: deque[tuple[float, int, int, int, float, int]] = field(default_factory=deque)
+    _sent: deque[tuple[float, int, int, int, float]] = field(default_factory=deque)
 
     def add(self, report: EngineReports) -> None:
         self._in_transit.append(report)
 
-    def record_sent(
-        self, at_s: float, p: int, d: int, tokens: int, pairs: float, blocks: int
-    ) -> None:
+    def record_sent(self, at_s: float, p: int, d: int, tokens: int, pairs: float) -> None:
         """Record the work of a placement: tokens and pairs on p, or on d if p is below 0."""
-        self._sent.append((at_s, p, d, tokens, pairs, blocks))
+        self._sent.append((at_s, p, d, tokens, pairs))
 
     def deliver(self, cluster: ClusterState, now_s: float) -> None:
         """Bring a view up to date."""
@@ -153,19 +150,16 @@ class ReportQueue:
         cluster.report = newest
         while self._sent and self._sent[0][0] < newest.at_s:
             self._sent.popleft()
-        for array in (cluster.since_tokens, cluster.since_blocks, cluster.since_requests):
+        for array in (cluster.since_tokens, cluster.since_requests):
             array[:] = 0
         cluster.since_pairs[:] = 0.0
-        for _, p, d, tokens, pairs, blocks in self._sent:
-            record_sent(cluster, p, d, tokens, pairs, blocks)
+        for _, p, d, tokens, pairs in self._sent:
+            record_sent(cluster, p, d, tokens, pairs)
 
 
-def record_sent(
-    cluster: ClusterState, p: int, d: int, tokens: int, pairs: float, blocks: int
-) -> None:
+def record_sent(cluster: ClusterState, p: int, d: int, tokens: int, pairs: float) -> None:
     """Add a placement to the counts since the report."""
     e = p if p >= 0 else d
     cluster.since_tokens[e] += tokens
     cluster.since_pairs[e] += pairs
-    cluster.since_blocks[d] += blocks
     cluster.since_requests[d] += 1

@@ -105,7 +105,6 @@ def finish(s: State, e: int, now: float) -> None:
     eng = s.eng
     steps = eng[e].steps
     eng[e].busy_s += now - eng[e].begun_s
-    eng[e].step_count += steps
     _emit(s, e, steps, now)
     _advance_prompts(s, e, now)
     plan(s, e, now)

@@ -46,9 +46,8 @@ def ray(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePai
         return engine_pair(better_of_two(cluster, p, rng), decode)
     if match.max() * cluster.hardware.block_tokens >= 0.1 * request.prompt:
         return engine_pair(least_loaded(p, queue, match == match.max(), rng), decode)
-    return engine_pair(
-        least_loaded(p, cluster.report.used[p] + cluster.since_tokens[p], None, rng), decode
-    )
+    used = cluster.report.used[p] + cluster.since_tokens[p] / cluster.hardware.block_tokens
+    return engine_pair(least_loaded(p, used, None, rng), decode)
 
 
 def dynamo(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePair:

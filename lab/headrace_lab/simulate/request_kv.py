@@ -29,12 +29,12 @@ def pairs_between(first: int, last: int) -> float:
 
 
 @inner
-def log_change(s: State, now: float, holder: int, key: int, parent: int, stored: int) -> None:
+def log_change(s: State, now: float, holder: int, key: int, stored: int) -> None:
     """Log a change of a holder, for the router's knowledge of the caches (`known_blocks`)."""
     n = s.ev.count[2]
     if n < LOG_ROWS:
         row = s.ev.log[n]
-        row.at_s, row.holder, row.key, row.parent, row.stored = now, holder, key, parent, stored
+        row.at_s, row.holder, row.key, row.stored = now, holder, key, stored
     s.ev.count[2] = n + 1
 
 
@@ -86,7 +86,7 @@ def take(s: State, e: int, fresh: int, now: float) -> None:
     c = s.kv
     capacity = c.of[e + 1].first - c.of[e].first
     while c.of[e].held + c.of[e].plain + fresh > capacity:
-        log_change(s, now, e, evict(c, e), -1, 0)
+        log_change(s, now, e, evict(c, e), 0)
     c.of[e].plain += fresh
 
 
@@ -117,7 +117,7 @@ def commit(s: State, r: int, e: int, first: int, tokens: int, now: float) -> int
             use(c, e, slot)
         else:
             add(c, e, key, 1)
-            log_change(s, now, e, key, key_of(s, r, n - 1) if n else -1, 1)
+            log_change(s, now, e, key, 1)
     if s.limits.store > 0 and full > first:
         _to_store(s, r, e, full, now)
     return full
@@ -134,9 +134,9 @@ def _to_store(s: State, r: int, e: int, full: int, now: float) -> None:
             touch(c, holder, slot)
             continue
         if c.of[holder].held >= s.limits.store:
-            log_change(s, now, holder, evict(c, holder), -1, 0)
+            log_change(s, now, holder, evict(c, holder), 0)
         add(c, holder, key, 0)
-        log_change(s, now, holder, key, key_of(s, r, n - 1) if n else -1, 1)
+        log_change(s, now, holder, key, 1)
 
 
 @inner
@@ -151,4 +151,4 @@ def release_blocks(s: State, r: int, e: int, held: int, plain: int) -> None:
 def clear_cache(s: State, e: int, now: float) -> None:
     """Clear all blocks of a holder that lost its memory."""
     block_pool.clear(s.kv, e)
-    log_change(s, now, e, np.int64(-1), -1, 0)
+    log_change(s, now, e, np.int64(CLEARED), 0)

@@ -181,7 +181,6 @@ class Simulation:
             sent_blocks=eng["sent_blocks"],
             since_tokens=np.zeros(self.engines, np.int64),
             since_pairs=np.zeros(self.engines),
-            since_blocks=np.zeros(self.engines, np.int64),
             since_requests=np.zeros(self.engines, np.int64),
         )
         self.placed = 0
@@ -284,10 +283,9 @@ class Simulation:
         there = min(int(request.store[e]), (need - 1) // block)
         tokens = need - there * block
         pairs = pairs_between(need - tokens, need)
-        size = -(-need // block)
         event_loop.send(self.s, r, p, d, tokens)
-        self.reports.record_sent(self.cluster.now_s, p, d, tokens, pairs, size)
-        record_sent(self.cluster, p, d, tokens, pairs, size)
+        self.reports.record_sent(self.cluster.now_s, p, d, tokens, pairs)
+        record_sent(self.cluster, p, d, tokens, pairs)
         known_blocks.expect_blocks(self.known, self.s, r, e)
         if p >= 0:
             known_blocks.expect_blocks(self.known, self.s, r, d)

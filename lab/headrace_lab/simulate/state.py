@@ -122,7 +122,6 @@ ENGINE = np.dtype(
         ("busy_s", "f8"),
         ("prompt_tokens", "i8"),
         ("answer_tokens", "i8"),
-        ("step_count", "i8"),
         ("preemptions", "i8"),
     ],
     align=True,
@@ -132,7 +131,7 @@ EVENT = np.dtype(
     align=True,
 )
 CHANGE = np.dtype(
-    [("at_s", "f8"), ("holder", "i4"), ("key", "i8"), ("parent", "i8"), ("stored", "i1")],
+    [("at_s", "f8"), ("holder", "i4"), ("key", "i8"), ("stored", "i1")],
     align=True,
 )
 NODE = np.dtype([("out_s", "f8"), ("in_s", "f8")])
