@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.config.batches import BatchSettings
 from headrace.config.conversations import ConversationSettings
 from headrace.config.key_file import HASH, NAME, ModelName
 from headrace.config.models import MAX_MODELS
@@ -253,6 +254,10 @@ class GatewaySettings(Section):
     conversations: ConversationSettings = Field(
         default_factory=ConversationSettings,
         description="The responses and conversations that the gateway keeps.",
+    )
+    batches: BatchSettings = Field(
+        default_factory=BatchSettings,
+        description="Batches of requests, which fill what other requests leave.",
     )
 
     @field_validator("aliases", mode="before")

@@ -20,8 +20,8 @@ TIMEOUT_S = 5.0
 """Time limit of one request."""
 THREADS = 8
 """Threads that use the store at once."""
-READS_AT_ONCE = 16
-"""Objects of a thread that are read at once."""
+OBJECTS_AT_ONCE = 16
+"""Objects of a thread that are read or created at once."""
 MAX_OBJECT_BYTES = 1 << 30
 DELETED_AT_ONCE = 500
 _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{16})/([a-z0-9-]{1,64})")
@@ -48,7 +48,7 @@ class ObjectRecordStore:
             self._client = StoreClient(url, options, TIMEOUT_S)
         except (ImportError, OSError, ValueError) as error:
             raise StoreError(str(error)) from error
-        self._readers = ThreadPoolExecutor(READS_AT_ONCE, "conversation-reads")
+        self._workers = ThreadPoolExecutor(OBJECTS_AT_ONCE, "record-objects")
 
     def read(
         self, tenant: str, thread: str, names: Sequence[str], now_s: float
@@ -56,7 +56,7 @@ class ObjectRecordStore:
         """Return records, read at once; see `RecordStore`."""
         known = self.sizes(tenant, thread, now_s)
         wanted = [name for name in names if name in known]
-        found = self._readers.map(lambda name: self._get(f"{tenant}/{thread}/{name}"), wanted)
+        found = self._workers.map(lambda name: self._get(f"{tenant}/{thread}/{name}"), wanted)
         return {name: data for name, data in zip(wanted, found, strict=True) if data is not None}
 
     def sizes(self, tenant: str, thread: str, now_s: float) -> dict[str, int]:
@@ -81,6 +81,20 @@ class ObjectRecordStore:
         except ObjectError as error:
             raise StoreError(str(error)) from error
 
+    def create(
+        self, tenant: str, thread: str, records: Mapping[str, bytes], now_s: float
+    ) -> frozenset[str]:
+        """Write records that do not exist, several at once; see `RecordStore`."""
+
+        def put(record: tuple[str, bytes]) -> bool:
+            return self._client.create(f"{tenant}/{thread}/{record[0]}", memoryview(record[1]))
+
+        try:
+            written = list(self._workers.map(put, records.items()))
+        except ObjectError as error:
+            raise StoreError(str(error)) from error
+        return frozenset(name for name, is_new in zip(records, written, strict=True) if is_new)
+
     def remove(self, tenant: str, thread: str, names: Sequence[str]) -> None:
         """Remove records; see `RecordStore`."""
         self._delete([f"{tenant}/{thread}/{name}" for name in names])
@@ -101,8 +115,8 @@ class ObjectRecordStore:
         return False
 
     def close(self) -> None:
-        """End the threads that read."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        """End the threads that read and create."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, name: str) -> bytes | None:
         try:

@@ -53,6 +53,20 @@ class RecordStore(Protocol):
             StoreError: they cannot be written.
         """
 
+    def create(
+        self, tenant: str, thread: str, records: Mapping[str, bytes], now_s: float
+    ) -> frozenset[str]:
+        """Write those records of a thread whose names do not exist; the others stay as they are.
+
+        Of several gateways that create a name at once, one writes it.
+
+        Returns:
+            The names that were written.
+
+        Raises:
+            ThreadFullError, StoreError: as `write`.
+        """
+
     def remove(self, tenant: str, thread: str, names: Sequence[str]) -> None:
         """Remove records; those that do not exist are no error.
 

@@ -102,7 +102,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     at_s: float
 
 
-Record = TypeVar("Record", TurnItems, StoredResponse, Conversation, ItemBatch, Heartbeat)
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def encode(record: msgspec.Struct) -> bytes:

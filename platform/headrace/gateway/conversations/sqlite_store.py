@@ -55,13 +55,16 @@ class SqliteStore:
         folder: the file's folder, on a local disk; it is made if it does not exist.
         ttl_s: seconds for which a thread lives after its last write.
         max_tenant_bytes: limit of a tenant's records.
+        name: the file's name.
 
     Raises:
         StoreError: the file can neither be opened nor made.
     """
 
-    def __init__(self, folder: Path, ttl_s: float, max_tenant_bytes: int) -> None:
-        self._file, self._ttl_s, self._max_tenant_bytes = folder / FILE, ttl_s, max_tenant_bytes
+    def __init__(
+        self, folder: Path, ttl_s: float, max_tenant_bytes: int, name: str = FILE
+    ) -> None:
+        self._file, self._ttl_s, self._max_tenant_bytes = folder / name, ttl_s, max_tenant_bytes
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
         self._guarded(lambda connection: None)
@@ -102,8 +105,27 @@ class SqliteStore:
 
     def write(self, tenant: str, thread: str, records: Mapping[str, bytes], now_s: float) -> None:
         """Write records in one transaction; see `RecordStore`."""
+        self._write(tenant, thread, records, now_s, replace=True)
 
-        def run(connection: sqlite3.Connection) -> None:
+    def create(
+        self, tenant: str, thread: str, records: Mapping[str, bytes], now_s: float
+    ) -> frozenset[str]:
+        """Write records that do not exist in one transaction; see `RecordStore`."""
+        return self._write(tenant, thread, records, now_s, replace=False)
+
+    def _write(
+        self,
+        tenant: str,
+        thread: str,
+        records: Mapping[str, bytes],
+        now_s: float,
+        *,
+        replace: bool,
+    ) -> frozenset[str]:
+        """Write records; return the names of those that were written."""
+
+        def run(connection: sqlite3.Connection) -> frozenset[str]:
+            written: list[str] = []
             with _transaction(connection):
                 found = connection.execute(
                     "SELECT id, bytes, used_s FROM threads WHERE tenant = ? AND name = ?",
@@ -126,6 +148,9 @@ class SqliteStore:
                     old = connection.execute(
                         "SELECT length(data) FROM records WHERE thread = ? AND name = ?", key
                     ).fetchone()
+                    if old and not replace:
+                        continue
+                    written.append(name)
                     more += len(data) - old[0] if old else len(data) + RECORD_BYTES
                     connection.execute("REPLACE INTO records VALUES (?, ?, ?)", (*key, data))
                 if had + more > self._max_tenant_bytes:
@@ -135,8 +160,9 @@ class SqliteStore:
                     (had + more, now_s, row),
                 )
                 self._make_room(connection, tenant, _count(connection, tenant, more), row)
+            return frozenset(written)
 
-        self._guarded(run)
+        return self._guarded(run)
 
     def _make_room(
         self, connection: sqlite3.Connection, tenant: str, total: int, keep: int | None
@@ -250,7 +276,7 @@ class SqliteStore:
             if self._file.stat().st_ino == self._inode:
                 self._file.replace(self._file.with_suffix(".damaged"))
                 for suffix in ("-wal", "-shm"):
-                    self._file.with_name(FILE + suffix).unlink(missing_ok=True)
+                    self._file.with_name(self._file.name + suffix).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

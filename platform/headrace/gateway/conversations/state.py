@@ -1,4 +1,4 @@
-"""Conversation state for the gateway's event loop: its store is used in threads, never on the loop.
+"""State for the gateway's event loop: its store is used in threads, never on the loop.
 
 A store that cannot be used costs a request a few seconds at most, and never its answer: a request
 that needs earlier items is refused, and an answer that cannot be kept says `store: false`.
@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from headrace.gateway.conversations import refusals
 from headrace.gateway.conversations.record_cipher import DamagedRecordError, RecordCipher
 from headrace.gateway.conversations.record_store import RecordStore, StoreError, ThreadFullError
 from headrace.gateway.conversations.tenant_state import TenantState
+from headrace.gateway.errors import ApiError
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -29,30 +30,52 @@ SWEEP_S = 60.0
 """Time between two removals of what expired."""
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Tenant = TypeVar("Tenant")
+OfTenant = Callable[[RecordStore, RecordCipher, str | None, Callable[[], float]], Tenant]
 
 
-class ConversationState:
-    """The conversation state of one event loop.
+class StateRefusals(Protocol):
+    """The refusals of requests for which a store cannot be used; a module may have them."""
+
+    def thread_full(self) -> ApiError:
+        """Return the refusal of a thread that would exceed its tenant's limit."""
+
+    def unavailable(self) -> ApiError:
+        """Return the refusal while the store cannot be used."""
+
+    def damaged(self, thread: str, name: str) -> ApiError:
+        """Return the refusal of a record that does not open."""
+
+
+class StateRunner(Generic[Tenant]):
+    """The runner of work on tenants' records, for one event loop.
 
     Args:
         open_store: opens the store of records; it may block and raise StoreError.
         read_secret: returns the app's secret; it may block and raise.
+        of_tenant: makes the object that works on the records of one tenant.
         clock: Unix seconds.
         threads: number of threads that use the store at once.
+        what: the name of the state, for the log.
+        refusals: the refusals of requests whose work fails.
     """
 
     def __init__(
         self,
         open_store: Callable[[], RecordStore],
         read_secret: Callable[[], bytes],
+        of_tenant: OfTenant[Tenant],
         clock: Callable[[], float] = time.time,
         *,
         threads: int = 1,
+        what: str,
+        refusals: StateRefusals,
     ) -> None:
         self._open_store, self._read_secret, self._clock = open_store, read_secret, clock
+        self._of_tenant, self._what, self._refusals = of_tenant, what, refusals
         self._opened: tuple[RecordStore, RecordCipher] | None = None
         self._opening = threading.Lock()
-        self._workers = ThreadPoolExecutor(threads, "conversations")
+        self._workers = ThreadPoolExecutor(threads, what.replace(" ", "-"))
         self._sweeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -73,7 +96,7 @@ class ConversationState:
     async def run(
         self,
         tenant: str | None,
-        work: Callable[Concatenate[TenantState, P], Result],
+        work: Callable[Concatenate[Tenant, P], Result],
         *args: P.args,
         **named: P.kwargs,
     ) -> Result:
@@ -90,19 +113,20 @@ class ConversationState:
             if time.monotonic() > latest:
                 raise StoreError("the request waited too long for the store")
             store, cipher = self._open()
-            return work(TenantState(store, cipher, tenant, self._clock), *args, **named)
+            return work(self._of_tenant(store, cipher, tenant, self._clock), *args, **named)
 
         try:
             async with asyncio.timeout(WAIT_S):
                 return await loop.run_in_executor(self._workers, task)
         except ThreadFullError:
-            raise refusals.thread_full() from None
+            raise self._refusals.thread_full() from None
         except (StoreError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            logger.warning("conversation state cannot be used: %s", error or "it takes too long")
-            raise refusals.unavailable() from error
+            why = error or "it takes too long"
+            logger.warning("%s cannot be used: %s", self._what, why)
+            raise self._refusals.unavailable() from error
         except DamagedRecordError as error:
-            logger.error("conversation state: %s", error)
-            raise refusals.damaged(error.thread, error.name) from None
+            logger.error("%s: %s", self._what, error)
+            raise self._refusals.damaged(error.thread, error.name) from None
 
     def _open(self) -> tuple[RecordStore, RecordCipher]:
         """Open the store at its first use. Blocks."""
@@ -128,7 +152,31 @@ class ConversationState:
                 while await loop.run_in_executor(self._workers, self._sweep_once):
                     pass
             except (StoreError, OSError) as error:
-                logger.warning("conversation state is not swept: %s", error)
+                logger.warning("%s is not swept: %s", self._what, error)
 
     def _sweep_once(self) -> bool:
         return self._open()[0].sweep(self._clock())
+
+
+class ConversationState(StateRunner[TenantState]):
+    """The conversation state of one event loop.
+
+    Args:
+        open_store, read_secret, clock, threads: as for `StateRunner`.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], RecordStore],
+        read_secret: Callable[[], bytes],
+        clock: Callable[[], float] = time.time,
+        *,
+        threads: int = 1,
+    ) -> None:
+        super().__init__(
+            *(open_store, read_secret, TenantState, clock),
+            threads=threads,
+            what="conversation state",
+            refusals=refusals,
+        )
+

@@ -6,7 +6,6 @@ not found, since its place follows from the tenant.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,7 @@ import msgspec
 
 from headrace.gateway.conversations import history, items, refusals
 from headrace.gateway.conversations.history import MAX_TURNS, History
-from headrace.gateway.conversations.record_cipher import (
-    GATEWAYS,
-    OVERHEAD_BYTES,
-    DamagedRecordError,
-    RecordCipher,
-)
-from headrace.gateway.conversations.record_store import RecordStore
+from headrace.gateway.conversations.record_cipher import GATEWAYS, OVERHEAD_BYTES
 from headrace.gateway.conversations.records import (
     CANCELLED,
     FAILED,
@@ -31,8 +24,6 @@ from headrace.gateway.conversations.records import (
     Record,
     StoredResponse,
     TurnItems,
-    decode,
-    encode,
 )
 from headrace.gateway.conversations.state_ids import (
     CONVERSATION,
@@ -47,6 +38,7 @@ from headrace.gateway.conversations.state_ids import (
     response_record,
     turn_record,
 )
+from headrace.gateway.conversations.tenant_records import TenantRecords
 
 BEAT_S = 5.0
 """Time between two signs of life of a gateway that runs background responses."""
@@ -57,25 +49,8 @@ _BEAT = "heartbeat"
 Document = dict[str, Any]
 
 
-class TenantState:
-    """The responses and conversations of a tenant.
-
-    Args:
-        store: the records.
-        cipher: seals and opens them.
-        tenant: the tenant; None if no keys are configured.
-        clock: Unix seconds.
-    """
-
-    def __init__(
-        self,
-        store: RecordStore,
-        cipher: RecordCipher,
-        tenant: str | None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._store, self._cipher, self._tenant, self._clock = store, cipher, tenant, clock
-        self._tag = cipher.tag(tenant)
+class TenantState(TenantRecords):
+    """The responses and conversations of a tenant."""
 
     # Histories.
 
@@ -308,26 +283,6 @@ class TenantState:
         raise refusals.item_not_found(item)
 
     # Internal.
-
-    def _read(self, thread: str, names: Sequence[str], kind: type[Record]) -> dict[str, Record]:
-        sealed = self._store.read(self._tag, thread, names, self._clock())
-        found: dict[str, Record] = {}
-        for name, data in sealed.items():
-            try:
-                found[name] = decode(self._cipher.open(self._tenant, thread, name, data), kind)
-            except ValueError:
-                raise DamagedRecordError(thread, name) from None
-        return found
-
-    def _one(self, thread: str, name: str, kind: type[Record]) -> Record | None:
-        return self._read(thread, [name], kind).get(name)
-
-    def _write(self, thread: str, records: Mapping[str, msgspec.Struct]) -> None:
-        sealed = {
-            name: self._cipher.seal(self._tenant, thread, name, encode(record))
-            for name, record in records.items()
-        }
-        self._store.write(self._tag, thread, sealed, self._clock())
 
     def _find(
         self, given: str, record: Callable[[str], str], kind: type[Record]
