@@ -18,6 +18,7 @@ from headrace.config.tls_files import TlsFiles
 from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.app import GatewayApp
 from headrace.gateway.backend import NoMetrics
+from headrace.gateway.batches.routes import long_bodies
 from headrace.gateway.models.served_model import ModelSource
 from headrace_decode.http.public_routes import Route
 from headrace_engine.adapters.settings import AdapterSettings
@@ -198,6 +199,7 @@ async def gateway_over(
     client_tls: ssl.SSLContext | None = None,
     make_placer: Any = None,
     state: Any = None,
+    batches: Any = None,
     has_adapters: bool = False,
     **options: Any,
 ) -> AsyncIterator[Bench]:
@@ -210,10 +212,15 @@ async def gateway_over(
         *(settings, backend or cluster, MODEL, metrics),
         make_placer=make_placer,
         conversations=state,
+        batches=batches,
         adapters=AdapterSettings(MODEL) if has_adapters else None,
     )
-    limit = settings.max_body_bytes
-    gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls, max_body_bytes=limit)
+    gateway = await serve_gateway(
+        *(app, "127.0.0.1", 0),
+        tls=tls,
+        max_body_bytes=settings.max_body_bytes,
+        long_bodies=long_bodies(settings),
+    )
     url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway.port}"
     connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None
     client = aiohttp.ClientSession(url, auto_decompress=False, connector=connector)
@@ -232,6 +239,7 @@ async def gateway_of_models(
     *,
     metrics: Any = None,
     state: Any = None,
+    batches: Any = None,
     adapters: Mapping[str, AdapterSettings] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, dict[str, FakeCluster], GatewayApp]]:
@@ -252,6 +260,7 @@ async def gateway_of_models(
         ],
         metrics or NoMetrics(),
         state,
+        batches=batches,
     )
     gateway = await serve_gateway(app, "127.0.0.1", 0, max_body_bytes=settings.max_body_bytes)
     url = f"http://127.0.0.1:{gateway.port}"

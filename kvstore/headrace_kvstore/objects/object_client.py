@@ -109,6 +109,19 @@ class StoreClient:
         except Exception as error:
             raise named(error) from error
 
+    def create(self, name: str, data: memoryview) -> bool:
+        """Make an object unless it exists (`If-None-Match: *`); return whether this call made it.
+
+        A request that was tried twice may have made the object and return False.
+        """
+        try:
+            self._store.put(name, data, use_multipart=False, mode="create")
+        except Exception as error:
+            if type(error).__name__ == "AlreadyExistsError":
+                return False
+            raise named(error) from error
+        return True
+
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; those that are not there are no error."""
         try:

@@ -32,7 +32,7 @@ class BatchSettings(Section):
         default=1_000_000_000,
         ge=100_000,
         description="Maximum bytes of a tenant's files, or without keys of all files, and of the "
-        "answers of one batch. A file beyond it is refused; a line whose answer is beyond it fails.",
+        "answers of one batch. A file beyond it is refused; a line beyond it fails.",
     )
     max_unfinished: int = Field(
         default=16,

@@ -30,6 +30,8 @@ from headrace.gateway.asgi import (
     write_nowait,
 )
 from headrace.gateway.backend import Backend, GatewayMetrics, NoMetrics, OneModelBackend
+from headrace.gateway.batches.batch_service import BatchService
+from headrace.gateway.batches.tenant_batches import BatchState
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.builtin_routes import (
     OURS,
@@ -72,6 +74,7 @@ def build_gateway_app(
     make_placer: MakePlacer | None = None,
     conversations: ConversationState | None = None,
     *,
+    batches: BatchState | None = None,
     adapters: AdapterSettings | None = None,
 ) -> GatewayApp:
     """Return the gateway of an app that serves one model.
@@ -83,13 +86,16 @@ def build_gateway_app(
         metrics: receives the gateway's metrics.
         make_placer: makes the `Placer` that plans requests; None to let the pool choose replicas.
         conversations: keeps responses and conversations; None to keep none.
+        batches: keeps files and batches; None for a gateway without them.
         adapters: the configured LoRA adapters; None for an app without adapters.
 
     Raises:
         ValueError: the key file cannot be used.
     """
     source = ModelSource(model_id, backend, make_placer, adapters)
-    return GatewayApp(settings, backend, [source], metrics or NoMetrics(), conversations)
+    return GatewayApp(
+        *(settings, backend, [source], metrics or NoMetrics(), conversations), batches=batches
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class GatewayParts:
     models: ModelTable
     builtin: BuiltinRoutes
     relayed: RelayedRoutes
+    batches: BatchService | None
 
 
 class GatewayApp:
@@ -110,6 +117,8 @@ class GatewayApp:
         backend: the cluster.
         models: the models, at least one.
         metrics: receives the gateway's metrics.
+        conversations: keeps responses and conversations; None to keep none.
+        batches: keeps files and batches; None for a gateway without them.
 
     Raises:
         ValueError: the key file cannot be used.
@@ -122,8 +131,10 @@ class GatewayApp:
         models: Sequence[ModelSource],
         metrics: GatewayMetrics,
         conversations: ConversationState | None = None,
+        *,
+        batches: BatchState | None = None,
     ) -> None:
-        self.settings, self._conversations = settings, conversations
+        self.settings, self._conversations, self._batches = settings, conversations, batches
         self._sources = tuple(models)
         self._names = names = ModelNames(
             tuple(model.model_id for model in models),
@@ -171,6 +182,8 @@ class GatewayApp:
                 model.start()
             if self._conversations is not None:
                 self._conversations.start()
+            if parts.batches is not None:
+                parts.batches.start()
 
     def _make_parts(self) -> GatewayParts:
         settings, metrics = self.settings, self._metrics
@@ -200,19 +213,32 @@ class GatewayApp:
                 background=relayed.background,
                 max_bytes=settings.max_body_bytes,
             )
+        batches = None
+        if self._batches is not None:
+            batches = BatchService(
+                *(self._batches, settings),
+                relayed=relayed,
+                models=models,
+                body_reader=self.body_reader,
+                caller=self._keys.caller_of_hash,
+                on_end=lambda call: self._log_and_count(call, call.path),
+            )
         builtin = BuiltinRoutes(
             *(self._admin, self._corpora, self._adapters, self.body_reader),
             relayed=relayed,
             models=models,
             conversations=routes,
+            batches=None if batches is None else batches.routes,
         )
-        return GatewayParts(upstream, models, builtin, relayed)
+        return GatewayParts(upstream, models, builtin, relayed, batches)
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
         if self.parts is not None:
             parts, self.parts = self.parts, None
             await self._keys.aclose()
+            if parts.batches is not None:
+                await parts.batches.aclose()
             if parts.relayed.background is not None:
                 await parts.relayed.background.aclose()
             parts.models.added.close()
@@ -262,8 +288,14 @@ class GatewayApp:
             "relaying": self.relaying,
             "body_bytes": self.body_reader.held_bytes,
             "keys_stale": self._keys.are_stale,
+            **self._batch_state(),
             **self._stall.snapshot(),
         }
+
+    def _batch_state(self) -> dict[str, Any]:
+        """Return the progress of unfinished batches; nothing in a gateway without batches."""
+        service = None if self.parts is None else self.parts.batches
+        return {} if service is None else {"batches": service.batches()}
 
     def requests(self) -> dict[str, Any]:
         """Return the requests in flight and the last finished ones."""

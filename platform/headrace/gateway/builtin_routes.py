@@ -18,6 +18,7 @@ from headrace.gateway import errors
 from headrace.gateway.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterAdmin
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
+from headrace.gateway.batches.routes import BatchRoutes
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.routes import ConversationRoutes
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
@@ -68,6 +69,7 @@ class BuiltinRoutes:
         relayed: counts the gateway's own requests to replicas, and admits them.
         models: the models.
         conversations: the routes of kept responses and conversations; None if none are kept.
+        batches: the routes of files and batches; None if there are none.
     """
 
     def __init__(
@@ -80,10 +82,11 @@ class BuiltinRoutes:
         relayed: RelayedRoutes,
         models: ModelTable,
         conversations: ConversationRoutes | None = None,
+        batches: BatchRoutes | None = None,
     ) -> None:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
         self._relayed, self._models = relayed, models
-        self._conversations = conversations
+        self._stateful = [routes for routes in (conversations, batches) if routes is not None]
         self._model_list = ModelList(models, MODELS)
         self._handlers: dict[str, Handler] = {
             ROUTER: self._command,
@@ -108,8 +111,9 @@ class BuiltinRoutes:
             return self._list_models
         if path.startswith(MODELS + "/"):
             return self._model
-        if self._conversations is not None and self._conversations.has(path):
-            return self._conversations.handle
+        for routes in self._stateful:
+            if routes.has(path):
+                return routes.handle
         if is_console(path):
             return self._console
         return None
@@ -118,7 +122,7 @@ class BuiltinRoutes:
         """Return whether a path exists, at the gateway or at the replicas."""
         if path in self._handlers or self._admin.find(path) is not None or console_file(path):
             return True
-        ours = self._conversations is not None and self._conversations.has(path)
+        ours = any(routes.has(path) for routes in self._stateful)
         return ours or bool(self._models.routes.at(path))
 
     async def _command(self, context: RequestContext) -> None:

@@ -20,6 +20,8 @@ from ray.serve.schema import ApplicationStatus
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway import GatewayApp
 from headrace.gateway.asgi import Receive, Scope, Send
+from headrace.gateway.batches.routes import long_bodies
+from headrace.gateway.batches.setup import make_batch_state
 from headrace.gateway.conversations.setup import StateSetup, folder_of
 from headrace.gateway.ingress.http_server import serve_gateway
 from headrace.gateway.models.served_model import ModelSource
@@ -92,6 +94,10 @@ class GatewayServer:
             ServeModelBackend(model, gateways, partial(self._is_wanted, model.model_id))
             for model in models
         ]
+        places = (
+            lambda: folder_of(session_folder(), app),
+            partial(add_cluster_value, prefix(app) + SECRET),
+        )
         self._app = GatewayApp(
             settings,
             ServeBackend(backends, gateways, store),
@@ -104,10 +110,8 @@ class GatewayServer:
                 for model, each in zip(models, backends, strict=True)
             ],
             RayGatewayMetrics(),
-            state.make(
-                lambda: folder_of(session_folder(), app),
-                partial(add_cluster_value, prefix(app) + SECRET),
-            ),
+            state.make(*places),
+            batches=make_batch_state(state, settings.batches, *places),
         )
         loop = asyncio.get_running_loop()
 
@@ -130,6 +134,7 @@ class GatewayServer:
                 trusted_proxies=settings.trusted_proxies,
                 tls=settings.tls,
                 max_body_bytes=settings.max_body_bytes,
+                long_bodies=long_bodies(settings),
             )
 
     def _is_wanted(self, model_id: str) -> bool:

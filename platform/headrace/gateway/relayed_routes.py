@@ -138,7 +138,7 @@ class RelayedRoutes:
             if call.recorder is not None and call.recorder.is_background:
                 await self._start_background(context)
                 return
-            with model.take_place():
+            with model.take_place(is_line=context.slo is not None):
                 if model.queue is None or route.path not in PLACED:
                     await self._run(call, context.send, model)
                 else:
@@ -227,16 +227,24 @@ class RelayedRoutes:
             raise errors.wrong_technique(str(error), error.param) from None
         is_placed = call.route is not None and call.route.path in PLACED
         call.techniques = techniques if is_placed else None
-        header = context.headers.get(SLO_HEADER)
-        try:
-            slo = self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
-        except SloClassError as error:
-            raise errors.unknown_class(str(error), error.param) from None
+        slo = context.slo or self._choose_class(context, request)
         del request  # an unknown name waits
         model = await self._models.choose(asked, caller, call.resumed_model)
         if (rename := self._models.rename(asked, model)) is not None:
             await self._body_reader.replace(call, rename)
         return model, slo
+
+    def _choose_class(self, context: RequestContext, request: Mapping[str, Any]) -> SloClass:
+        """Return the class that a request and its key name.
+
+        Raises:
+            ApiError: 400, it cannot have this class.
+        """
+        header, caller = context.headers.get(SLO_HEADER), context.caller
+        try:
+            return self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
+        except SloClassError as error:
+            raise errors.unknown_class(str(error), error.param) from None
 
     async def _with_history(
         self, call: Call, request: Mapping[str, Any], state: ConversationState

@@ -149,6 +149,11 @@ class ReplicaPool:
                 ready, free, busy = ready + 1, free + max(0, max_requests - load), busy + load
         return ready, free, busy
 
+    @property
+    def requests_elsewhere(self) -> int:
+        """Number of requests that replicas had from other gateways, by their last reports."""
+        return sum(self._others.values())
+
     def try_lease(self, affinity: bytes) -> Lease | None:
         """Return a place on the best replica, or None when none is ready."""
         replica = self.suggest(affinity)

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 
 from headrace.gateway import errors
+from headrace.gateway.admission.slo_classes import SloClass
 from headrace.gateway.asgi import JSON_TYPE, Interrupts, Receive, Send
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress.api_keys import ANONYMOUS, Caller, may_administer
@@ -15,6 +17,8 @@ from headrace.gateway.relay.call import Call
 
 REFUSAL_TIMEOUT_S = 5.0
 """Seconds for a client to take a refusal, after which its connection is ended."""
+MAX_PARAMETERS = 64
+"""Maximum number of parameters in a query that is read."""
 BODY_LATE = "body late"
 TIME_UP = "time up"
 
@@ -31,6 +35,8 @@ class RequestContext:
         interrupts: the interrupter that ends the handler early.
         abort_connection: ends the connection; see `asgi.ABORT_EXTENSION`.
         is_over_tls: whether the client's own connection is encrypted.
+        slo: the class of a request of the gateway's own, such as a line of a batch; None for the
+            class that the request and its key name.
     """
 
     call: Call
@@ -43,6 +49,7 @@ class RequestContext:
     interrupts: Interrupts = field(default_factory=Interrupts)
     abort_connection: Callable[[], None] = lambda: None
     is_over_tls: bool = False
+    slo: SloClass | None = None
 
     @property
     def may_administer(self) -> bool:
@@ -63,6 +70,19 @@ class RequestContext:
         """
         if self.call.method not in methods:
             raise errors.method_not_allowed(self.call.method, methods)
+
+    def query(self) -> Callable[[str], str | None]:
+        """Return the function that returns a parameter of the query.
+
+        Raises:
+            ApiError: 400, the query has too many parameters.
+        """
+        query = self.call.target.partition("?")[2]
+        try:
+            return dict(parse_qsl(query, keep_blank_values=True, max_num_fields=MAX_PARAMETERS)).get
+        except ValueError:
+            message = f"has more than {MAX_PARAMETERS} parameters"
+            raise errors.bad_field("query", message) from None
 
     async def answer(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
         """Send an answer of the gateway's own."""

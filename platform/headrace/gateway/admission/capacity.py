@@ -111,6 +111,21 @@ def compute_capacity(
     return capacity
 
 
+def busiest_step_s(view: ClusterView) -> tuple[float, float]:
+    """Return the seconds of the longest step of a decode engine with streams, now and with one more
+    stream; zeros if there is none."""
+    engines = view.engines
+    rows = engines["running"].astype(np.float64)
+    busy = engines["decode"] & (rows > 0)
+    if not busy.any():
+        return 0.0, 0.0
+    attention_s = engines["context_s"] * engines["context"]
+    now_s = np.where(busy, _size_s(view, rows) + attention_s, 0.0)
+    longest = int(now_s.argmax())
+    more_s = _size_s(view, rows + 1.0) + attention_s
+    return float(now_s[longest]), float(more_s[longest])
+
+
 def _streams(
     view: ClusterView,
     decode: NDArray[np.bool_],

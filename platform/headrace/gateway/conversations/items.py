@@ -130,12 +130,19 @@ def _decoded(raw: bytes) -> Item | None:
     return item if isinstance(item, dict) else {"type": "unknown"}
 
 
-def page(items: list[Item], query: Callable[[str], str | None]) -> dict[str, Any]:
+def page(
+    items: list[Item],
+    query: Callable[[str], str | None],
+    max_listed: int = MAX_LISTED,
+    default_listed: int = DEFAULT_LISTED,
+) -> dict[str, Any]:
     """Return the part of a list that a query asks for, newest first by default.
 
     Args:
         items: oldest first.
         query: returns a parameter: `after`, `limit` or `order`.
+        max_listed: the largest `limit`.
+        default_listed: the `limit` of a query that names none.
 
     Raises:
         ApiError: 400, a parameter is wrong.
@@ -143,8 +150,8 @@ def page(items: list[Item], query: Callable[[str], str | None]) -> dict[str, Any
     order, limit, after = query("order") or "desc", query("limit"), query("after")
     if order not in ("asc", "desc"):
         raise bad_field("order", 'must be "asc" or "desc"')
-    if limit is not None and not (limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
-        raise bad_field("limit", f"must be a number from 1 to {MAX_LISTED}")
+    if limit is not None and not (limit.isdigit() and 1 <= int(limit[:9]) <= max_listed):
+        raise bad_field("limit", f"must be a number from 1 to {max_listed}")
     if order == "desc":
         items = items[::-1]
     if after is not None:
@@ -152,7 +159,7 @@ def page(items: list[Item], query: Callable[[str], str | None]) -> dict[str, Any
         if not places:
             raise bad_field("after", "is no id of an item in this list")
         items = items[places[0] + 1 :]
-    size = DEFAULT_LISTED if limit is None else int(limit)
+    size = default_listed if limit is None else int(limit)
     data = items[:size]
     return {
         "object": "list",

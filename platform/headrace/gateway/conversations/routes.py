@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,7 +24,6 @@ RELAYED = ("", "render")
 """The ends of paths below `/v1/responses/` that replicas answer."""
 MAX_ADDED = 20
 """Maximum number of items that a request adds to a conversation, as at OpenAI's service."""
-MAX_PARAMETERS = 64
 READS = ("GET", "HEAD")
 _CONVERSATION_READS = ("GET", "HEAD", "POST", "DELETE")
 
@@ -110,7 +108,7 @@ class ConversationRoutes:
         if rest == ("input_items",):
             context.allow_methods(*READS)
             found = await state.run(tenant, TenantState.input_items, given)
-            return msgspec.json.encode(items.page(found, _query(context)))
+            return msgspec.json.encode(items.page(found, context.query()))
         if rest:
             raise errors.not_found(context.path)
         context.allow_methods(*READS, "DELETE")
@@ -118,7 +116,7 @@ class ConversationRoutes:
             await state.run(tenant, TenantState.delete_response, given)
             self._background.stop(tenant, given)
             return msgspec.json.encode({"id": given, "object": "response", "deleted": True})
-        if _query(context)("stream") == "true":
+        if context.query()("stream") == "true":
             raise bad_field("stream", "is not possible for a response that is kept")
         return await state.run(tenant, TenantState.document, given)
 
@@ -162,7 +160,7 @@ class ConversationRoutes:
             added = await self._run(context, add, given, wanted.items, self._max_bytes)
             return items.page(added, {"order": "asc"}.get)
         found = await self._run(context, TenantState.conversation_items, given, self._max_bytes)
-        return items.page(found, _query(context))
+        return items.page(found, context.query())
 
     async def _item(self, context: RequestContext, given: str, item: str) -> dict[str, Any]:
         context.allow_methods(*READS, "DELETE")
@@ -180,16 +178,3 @@ class ConversationRoutes:
     async def _body(self, context: RequestContext, model: type[Any]) -> Any:
         wanted: Mapping[str, Any] = await self._body_reader.json(context)
         return validated(model, wanted)
-
-
-def _query(context: RequestContext) -> Callable[[str], str | None]:
-    """Return the function that returns a parameter of the query.
-
-    Raises:
-        ApiError: 400, the query has too many parameters.
-    """
-    query = context.call.target.partition("?")[2]
-    try:
-        return dict(parse_qsl(query, keep_blank_values=True, max_num_fields=MAX_PARAMETERS)).get
-    except ValueError:
-        raise bad_field("query", f"has more than {MAX_PARAMETERS} parameters") from None

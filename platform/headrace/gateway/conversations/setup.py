@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +13,7 @@ from urllib.parse import quote
 from headrace.config.conversations import ConversationSettings
 from headrace.gateway.conversations.object_store import THREADS, ObjectRecordStore
 from headrace.gateway.conversations.record_store import RecordStore
+from headrace.gateway.conversations.sqlite_store import FILE as CONVERSATIONS_FILE
 from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.conversations.state import ConversationState
 
@@ -46,20 +48,50 @@ class StateSetup:
         if not settings.enabled:
             return None
 
-        def read_secret() -> bytes:
-            if self.secret is not None:
-                return self.secret.encode()
-            return cluster_secret(secrets.token_bytes(SECRET_BYTES))
-
         def open_store() -> RecordStore:
             limits = settings.ttl_s, settings.max_tenant_bytes
-            if settings.object_url is not None:
-                return ObjectRecordStore(settings.object_url, self.object_options, *limits)
-            own = settings.folder
-            return SqliteStore(folder() if own is None else Path(own), *limits)
+            return self.open(folder, "", CONVERSATIONS_FILE, *limits)
 
-        threads = 1 if settings.object_url is None else THREADS
-        return ConversationState(open_store, read_secret, threads=threads)
+        read_secret = partial(self.read_secret, cluster_secret)
+        return ConversationState(open_store, read_secret, threads=self.threads)
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that use the store at once."""
+        return 1 if self.settings.object_url is None else THREADS
+
+    def read_secret(self, cluster_secret: Callable[[bytes], bytes]) -> bytes:
+        """Return the app's secret; see `make`. Blocks."""
+        if self.secret is not None:
+            return self.secret.encode()
+        return cluster_secret(secrets.token_bytes(SECRET_BYTES))
+
+    def open(
+        self,
+        folder: Callable[[], Path],
+        name: str,
+        file: str,
+        ttl_s: float,
+        max_tenant_bytes: int,
+    ) -> RecordStore:
+        """Open a store of records. Blocks.
+
+        Args:
+            folder: as for `make`.
+            name: of the store below the URL; empty for the URL itself.
+            file: name of the SQLite file.
+            ttl_s: seconds for which a thread lives after its last write.
+            max_tenant_bytes: limit of a tenant's records.
+
+        Raises:
+            StoreError: it cannot be opened.
+        """
+        url, own = self.settings.object_url, self.settings.folder
+        limits = ttl_s, max_tenant_bytes
+        if url is not None:
+            below = f"{url.rstrip('/')}/{name}" if name else url
+            return ObjectRecordStore(below, self.object_options, *limits)
+        return SqliteStore(folder() if own is None else Path(own), *limits, file)
 
 
 def folder_of(session: Path, app: str) -> Path:

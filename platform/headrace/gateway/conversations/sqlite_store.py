@@ -61,9 +61,7 @@ class SqliteStore:
         StoreError: the file can neither be opened nor made.
     """
 
-    def __init__(
-        self, folder: Path, ttl_s: float, max_tenant_bytes: int, name: str = FILE
-    ) -> None:
+    def __init__(self, folder: Path, ttl_s: float, max_tenant_bytes: int, name: str = FILE) -> None:
         self._file, self._ttl_s, self._max_tenant_bytes = folder / name, ttl_s, max_tenant_bytes
         self._connection: sqlite3.Connection | None = None
         self._inode = 0

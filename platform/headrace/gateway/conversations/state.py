@@ -179,4 +179,3 @@ class ConversationState(StateRunner[TenantState]):
             what="conversation state",
             refusals=refusals,
         )
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -42,11 +43,20 @@ class TenantRecords:
         Raises:
             DamagedRecordError: one does not open, or is of another kind.
         """
-        sealed = self._store.read(self._tag, thread, names, self._clock())
-        found: dict[str, Record] = {}
+        return self._read_kinds(thread, dict.fromkeys(names, kind))
+
+    def _read_kinds(self, thread: str, kinds: Mapping[str, type[Any]]) -> dict[str, Any]:
+        """Run `_read` for records of several kinds.
+
+        Args:
+            kinds: the kind of each record, by name.
+        """
+        sealed = self._store.read(self._tag, thread, list(kinds), self._clock())
+        found: dict[str, Any] = {}
         for name, data in sealed.items():
             try:
-                found[name] = decode(self._cipher.open(self._tenant, thread, name, data), kind)
+                opened = self._cipher.open(self._tenant, thread, name, data)
+                found[name] = decode(opened, kinds[name])
             except ValueError:
                 raise DamagedRecordError(thread, name) from None
         return found

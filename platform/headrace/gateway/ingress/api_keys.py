@@ -50,6 +50,7 @@ class Caller:
         slo_classes: SLO classes that requests may name; None for all.
         models: names of models that requests may use; None for all.
         rate_limit: the key's limits and its present usage.
+        key_hash: hash of the key; empty if no keys are configured.
     """
 
     name: str = ""
@@ -59,6 +60,7 @@ class Caller:
     slo_classes: frozenset[str] | None = None
     models: frozenset[str] | None = None
     rate_limit: RateLimit = field(default_factory=RateLimit)
+    key_hash: str = ""
     _packed: bytes = field(default=b"", repr=False)
 
     def apply(self, packed: bytes) -> None:
@@ -67,6 +69,7 @@ class Caller:
             return
         self._packed, entry = packed, KeyEntry.model_validate_json(packed)
         self.name, self.tenant, self.role = entry.name, entry.tenant, entry.role
+        self.key_hash = entry.hash
         self.rate_limit.name = entry.name
         self.rate_limit.max_concurrent = entry.max_concurrent
         self.rate_limit.requests_per_minute = entry.requests_per_minute
@@ -162,10 +165,23 @@ class ApiKeys:
         if authorization is None:
             scheme, key = b"bearer", api_key or b""
         hashed = hash_of(key.strip())
-        entry = self._entries.get(hashed)
-        if entry is None or scheme.lower() != b"bearer":
+        caller = self.caller_of_hash(hashed)
+        if caller is None or scheme.lower() != b"bearer":
             raise errors.invalid_api_key()
-        caller = self._callers.setdefault(hashed, Caller())
+        return caller
+
+    def caller_of_hash(self, key_hash: str) -> Caller | None:
+        """Return the caller of a key that was proved before; None if it is no longer accepted.
+
+        Args:
+            key_hash: the key's hash; empty for a time when no keys were configured.
+        """
+        if not self:
+            return ANONYMOUS if not key_hash else None
+        entry = self._entries.get(key_hash)
+        if entry is None:
+            return None
+        caller = self._callers.setdefault(key_hash, Caller())
         caller.apply(entry)
         return caller
 

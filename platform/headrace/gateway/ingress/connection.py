@@ -22,6 +22,7 @@ may destroy the answer before the client has read it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -85,6 +86,7 @@ class Connection(HttpToolsProtocol):
 
     Args:
         max_body_bytes: maximum body of one request; None for no limit but the application's.
+        long_bodies: that of the requests for some paths, if it is larger, by path.
         send_timeout_s: `SEND_TIMEOUT_S`, or longer for a client that stops reading on purpose.
     """
 
@@ -92,11 +94,13 @@ class Connection(HttpToolsProtocol):
         self,
         *args: Any,
         max_body_bytes: int | None = None,
+        long_bodies: Mapping[str, int] | None = None,
         send_timeout_s: float = SEND_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._max_body_bytes, self._send_timeout_s = max_body_bytes, send_timeout_s
+        self._long_bodies = long_bodies or {}
         self._last = False  # the server stops
         self._active: RequestResponseCycle | None = None  # the request that is answered now
         self._unparsed = b""
@@ -197,11 +201,10 @@ class Connection(HttpToolsProtocol):
         maximum = MAX_HEAD_BYTES + HEAD_SLICE
         if self._barren_bytes > maximum or overhead > maximum + OVERHEAD * self._body_bytes:
             self._refuse(400, "The request has too many bytes that are no part of its body.")
-        elif (
-            self._max_body_bytes is not None
-            and self._body_bytes > self._max_body_bytes + BODY_MARGIN_BYTES
-        ):
-            self._refuse(413, f"The request body is larger than {self._max_body_bytes} bytes.")
+        elif self._max_body_bytes is not None and self._body_bytes > self._max_body_bytes:
+            limit = self._long_bodies.get(self.scope["path"], self._max_body_bytes)
+            if self._body_bytes > limit + BODY_MARGIN_BYTES:
+                self._refuse(413, f"The request body is larger than {limit} bytes.")
 
     def _ignore_upgrade(self) -> None:
         """Continue to read, as a server that does not know the protocol must (RFC 9110, 7.8).

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -166,6 +166,7 @@ async def serve_gateway(
     trusted_proxies: Sequence[str] = (),
     tls: TlsFiles | None = None,
     max_body_bytes: int | None = None,
+    long_bodies: Mapping[str, int] | None = None,
     send_timeout_s: float = SEND_TIMEOUT_S,
 ) -> Server:
     """Serve an ASGI app from the current event loop; returns once it accepts connections.
@@ -181,6 +182,7 @@ async def serve_gateway(
         tls: speak HTTPS only, with these files, which are read again when they change.
         max_body_bytes: maximum body of one request, for bodies that the app does not refuse first.
             The app's own refusal is in the shape of its API.
+        long_bodies: that of the requests for some paths, if it is larger, by path.
         send_timeout_s: time for which a client may leave an answer unread.
 
     Raises:
@@ -194,7 +196,10 @@ async def serve_gateway(
         StartLimiter(app),
         loop="none",
         http=partial(  # type: ignore[arg-type]
-            Connection, max_body_bytes=max_body_bytes, send_timeout_s=send_timeout_s
+            Connection,
+            max_body_bytes=max_body_bytes,
+            long_bodies=long_bodies,
+            send_timeout_s=send_timeout_s,
         ),
         ws="none",
         lifespan="auto",

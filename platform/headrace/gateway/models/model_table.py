@@ -164,6 +164,13 @@ class ModelTable:
         is_divided = resumed_model in self._divided(asked.name)
         return self._models[resumed_model] if is_divided else model
 
+    def find(self, asked: AskedModel, caller: Caller) -> str | None:
+        """Return the own name of the model that a request means; None if it is not known now."""
+        try:
+            return self._named(*asked, caller).model_id
+        except errors.ApiError:
+            return None
+
     def _divided(self, name: str | None) -> Mapping[str, float]:
         """Return the models among which a name divides conversations; empty unless an alias."""
         return self.names.aliases.get((self.names.default if name is None else name) or "", {})

@@ -106,6 +106,8 @@ class ServedModel:
         self.relay = Relay(self.pool, self.fetcher, on_lost, metrics.techniques)
         self.relaying = 0
         """Number of its requests that replicas work on, or that wait for one."""
+        self.lines = 0
+        """Number of them that are lines of batches."""
 
     def start(self) -> None:
         """Start to poll for replicas; call it in the event loop."""
@@ -150,8 +152,11 @@ class ServedModel:
         }
 
     @contextlib.contextmanager
-    def take_place(self) -> Iterator[None]:
+    def take_place(self, *, is_line: bool = False) -> Iterator[None]:
         """Take one of the model's `max_concurrent` places.
+
+        Args:
+            is_line: whether the request is a line of a batch.
 
         Raises:
             ApiError: 429, all are taken.
@@ -159,11 +164,13 @@ class ServedModel:
         if self.relaying >= self._max_concurrent:
             raise errors.too_many_requests(self._max_concurrent)
         self.relaying += 1
+        self.lines += is_line
         self._wanted_s = perf_counter()
         try:
             yield
         finally:
             self.relaying -= 1
+            self.lines -= is_line
 
     @contextlib.asynccontextmanager
     async def admit(

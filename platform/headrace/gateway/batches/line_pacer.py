@@ -1,0 +1,94 @@
+"""The number of lines of batches that may be in flight, given what other requests leave. Pure.
+
+For one model:
+
+- While no other request is in flight, each replica has up to `lines_per_replica` lines. A pause of
+  less than `QUIET_S` between requests does not count: it is a user who reads.
+- Beside other requests, each replica has at most one line. A line lengthens the steps of the
+  streams beside it twice: once by its prompt, and then by one more row. So a line starts only if
+  one more row makes a step at most `MAX_SLOWDOWN` times as long, and at most one line starts in
+  `START_STEPS` steps. Fewer than 1 % of the steps then carry a prompt.
+- One line starts after each `MAX_PAUSE_S` in any case, so that every batch makes progress.
+- If requests arrive while more lines are in flight, the surplus is taken back and run later.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+QUIET_S = 1.0
+"""Time without other requests after which the replicas are filled."""
+MAX_SLOWDOWN = 1.05
+START_STEPS = 200
+"""Minimum number of steps of the streams between two lines that start beside them."""
+DEFAULT_STEP_S = 0.05
+"""Assumed length of a step until replicas have reported theirs."""
+MAX_PAUSE_S = 60.0
+UNCERTAIN = 0.25
+"""Part of the lines by which a count of requests elsewhere may be wrong: reports are older than the
+gateway's own count."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineLoad:
+    """The load of one model.
+
+    Attributes:
+        replicas: number of available decode replicas.
+        requests: number of this gateway's requests in flight that are no lines.
+        elsewhere: number of requests in flight that other gateways sent, by the last reports.
+        lines: number of lines in flight.
+        step_s: the longest step of an engine with streams; 0 if unknown.
+        slowdown: factor by which one more row lengthens that step; 1 if unknown.
+    """
+
+    replicas: int
+    requests: int = 0
+    elsewhere: int = 0
+    lines: int = 0
+    step_s: float = 0.0
+    slowdown: float = 1.0
+
+
+class LinePacer:
+    """The pacer of one model's lines.
+
+    Args:
+        lines_per_replica: maximum lines at each replica that has no other request.
+    """
+
+    def __init__(self, lines_per_replica: int) -> None:
+        self._lines_per_replica = lines_per_replica
+        self._busy_s = self._started_s = -math.inf
+
+    def on_start(self, now_s: float) -> None:
+        """Record that a line starts."""
+        self._started_s = now_s
+
+    def target(self, load: LineLoad, now_s: float) -> int:
+        """Return the number of lines that should be in flight now.
+
+        Fewer than now are a surplus, which is taken back; lines that more allow may start.
+        """
+        if load.requests:
+            self._busy_s = now_s
+        if not load.replicas:
+            return load.lines  # they end, or fail, by themselves
+        if load.requests:
+            beside = min(load.lines, load.replicas)
+            return beside + self._starts_beside(load, now_s)
+        if load.elsewhere > UNCERTAIN * load.lines:
+            return load.lines + self._starts_beside(load, now_s)
+        if now_s - self._busy_s < QUIET_S:
+            return load.lines
+        return max(load.lines, self._lines_per_replica * load.replicas)
+
+    def _starts_beside(self, load: LineLoad, now_s: float) -> int:
+        """Return the number of lines that may start beside other requests: 0 or 1."""
+        if load.lines >= load.replicas:
+            return 0
+        paused_s = now_s - self._started_s
+        step_s = load.step_s or DEFAULT_STEP_S
+        may_start = load.slowdown <= MAX_SLOWDOWN and paused_s >= START_STEPS * step_s
+        return int(may_start or paused_s >= MAX_PAUSE_S)
