@@ -142,7 +142,8 @@ def _operation(
     if method == "post" and "{" not in path and "requestBody" not in operation:
         lines += ["vLLM's document does not describe the body, a JSON object.", ""]
     content = operation.get("requestBody", {}).get("content", {})
-    for schema in _alternatives(document, content.get("application/json", {}).get("schema", {})):
+    body: Mapping[str, Any] = next(iter(content.values()), {})
+    for schema in _alternatives(document, body.get("schema", {})):
         lines += [*_fields(document, schema), ""]
     statuses = ", ".join(sorted(status for status in operation["responses"] if status != "200"))
     return "\n".join([*lines, f"Other answers than 200: {statuses}.", ""])

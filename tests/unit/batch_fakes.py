@@ -23,10 +23,10 @@ from tests.unit.responses_replica import SECRET, client_of
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
-def batch_state(folder: Path, **settings: Any) -> BatchState:
+def batch_state(folder: Path, settings: BatchSettings | None = None) -> BatchState:
     """The files and batches of one more gateway of the machine."""
-    setup = StateSetup(ConversationSettings(**settings), SECRET)
-    state = make_batch_state(setup, BatchSettings(), lambda: folder, lambda made: made)
+    setup, own = StateSetup(ConversationSettings(), SECRET), settings or BatchSettings()
+    state = make_batch_state(setup, own, lambda: folder, lambda made: made)
     assert state is not None
     return state
 
@@ -69,11 +69,17 @@ def lines_of(texts: Iterable[str]) -> bytes:
 
 @contextlib.asynccontextmanager
 async def batching(
-    folder: Path, handler: Handler = echo, key: str = "none", **options: Any
+    folder: Path,
+    handler: Handler = echo,
+    key: str = "none",
+    batch_settings: BatchSettings | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Bench, openai.AsyncOpenAI]]:
     """A gateway with batches over one replica, and a client of it."""
+    own = batch_settings or BatchSettings()
+    state = batch_state(folder, own)
     async with (
-        gateway_over(handler, batches=batch_state(folder), **options) as bench,
+        gateway_over(handler, batch_state=state, batches=own, **options) as bench,
         client_of(bench, key) as client,
     ):
         yield bench, client

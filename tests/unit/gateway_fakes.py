@@ -199,7 +199,7 @@ async def gateway_over(
     client_tls: ssl.SSLContext | None = None,
     make_placer: Any = None,
     state: Any = None,
-    batches: Any = None,
+    batch_state: Any = None,
     has_adapters: bool = False,
     **options: Any,
 ) -> AsyncIterator[Bench]:
@@ -212,7 +212,7 @@ async def gateway_over(
         *(settings, backend or cluster, MODEL, metrics),
         make_placer=make_placer,
         conversations=state,
-        batches=batches,
+        batches=batch_state,
         adapters=AdapterSettings(MODEL) if has_adapters else None,
     )
     gateway = await serve_gateway(
@@ -239,7 +239,7 @@ async def gateway_of_models(
     *,
     metrics: Any = None,
     state: Any = None,
-    batches: Any = None,
+    batch_state: Any = None,
     adapters: Mapping[str, AdapterSettings] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, dict[str, FakeCluster], GatewayApp]]:
@@ -260,7 +260,7 @@ async def gateway_of_models(
         ],
         metrics or NoMetrics(),
         state,
-        batches=batches,
+        batches=batch_state,
     )
     gateway = await serve_gateway(app, "127.0.0.1", 0, max_body_bytes=settings.max_body_bytes)
     url = f"http://127.0.0.1:{gateway.port}"

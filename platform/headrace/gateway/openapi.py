@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, LoadAdapter, UnloadAdapter
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
+from headrace.gateway.batches.routes import BATCHES, FILES, BatchCreate, FileUpload
 from headrace.gateway.conversations.routes import (
     CONVERSATIONS,
     RESPONSES,
@@ -44,10 +45,12 @@ _ERRORS = {
     401: "The API key is missing or wrong.",
     403: "It takes a key with the role admin or, without keys, a client on the gateway's machine; "
     "or the request's `Host` is no name of the endpoint.",
-    404: "There is no such route, model, plan, corpus, response, conversation or item.",
+    404: "There is no such route, model, plan, corpus, response, conversation, item, file or "
+    "batch.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
-    409: "No replica drafts from a memory, or all refuse; the message says what to set.",
+    409: "No replica drafts from a memory, or all refuse; the message says what to set. Or the "
+    "file is in use, or the batch has ended.",
     413: "The request body is too large.",
     415: "The request body is compressed in a way that is not supported.",
     429: "Too many requests are in progress; `Retry-After` says when to try again.",
@@ -69,6 +72,7 @@ class Operation:
     Attributes:
         body: the model of the request's body; None if it has none.
         errors: the statuses of its refusals.
+        takes: the media type of its body.
         answer: the media type of its answer.
         query: the parameters in its query.
     """
@@ -78,12 +82,13 @@ class Operation:
     summary: str
     errors: tuple[int, ...] = (401, 405, 429)
     body: type[BaseModel] | None = None
+    takes: str = "application/json"
     answer: str = "application/json"
     query: tuple[str, ...] = ()
 
     def document(self) -> Schema:
         """Return the operation's OpenAPI object."""
-        schema = {"type": "string" if self.answer.startswith("text/") else "object"}
+        schema = {"type": "object" if self.answer == "application/json" else "string"}
         names = [part[1:-1] for part in self.path.split("/") if part.startswith("{")]
         parameters = [_parameter(name, "path") for name in names]
         parameters += [_parameter(name, "query") for name in self.query]
@@ -97,7 +102,7 @@ class Operation:
         if parameters:
             found["parameters"] = parameters
         if self.body is not None:
-            content = {"application/json": {"schema": {"$ref": _REF + self.body.__name__}}}
+            content = {self.takes: {"schema": {"$ref": _REF + self.body.__name__}}}
             found["requestBody"] = {"required": True, "content": content}
         if self.path in ("/health", "/console"):
             found["security"] = []
@@ -265,13 +270,43 @@ STATE_OPERATIONS = (
 )
 """Operations that exist while conversation state is kept."""
 
+_FILE, _BATCH = FILES + "/{file_id}", BATCHES + "/{batch_id}"
+BATCH_OPERATIONS = (
+    Operation(
+        "GET", FILES, "The files.", _STATE_ERRORS, query=("purpose", "after", "limit", "order")
+    ),
+    Operation(
+        "POST",
+        FILES,
+        "Upload a file of requests, as a form.",
+        (400, 401, 405, 408, 413, 415, 429, 500, 503, 504),
+        FileUpload,
+        takes="multipart/form-data",
+    ),
+    Operation("GET", _FILE, "A file without its content.", _STATE_ERRORS),
+    Operation("DELETE", _FILE, "Delete a file.", (*_STATE_ERRORS, 409)),
+    Operation(
+        "GET",
+        _FILE + "/content",
+        "The content of a file.",
+        _STATE_ERRORS,
+        answer="application/octet-stream",
+    ),
+    Operation("GET", BATCHES, "The batches.", _STATE_ERRORS, query=_LIST),
+    Operation("POST", BATCHES, "Make a batch of a file.", _STATE_CHANGE_ERRORS, BatchCreate),
+    Operation("GET", _BATCH, "A batch with its progress.", _STATE_ERRORS),
+    Operation("POST", _BATCH + "/cancel", "Cancel a batch.", (*_STATE_ERRORS, 409)),
+)
+"""Operations of a gateway with batches."""
+
 
 def own_operations(
     settings: GatewaySettings, *, has_adapters: bool = False
 ) -> tuple[Operation, ...]:
     """Return the gateway's own operations."""
     state = STATE_OPERATIONS if settings.conversations.enabled else ()
-    return OPERATIONS + (ADAPTER_OPERATIONS if has_adapters else ()) + state
+    batches = BATCH_OPERATIONS if settings.batches.enabled else ()
+    return OPERATIONS + (ADAPTER_OPERATIONS if has_adapters else ()) + state + batches
 
 
 def openapi_document(

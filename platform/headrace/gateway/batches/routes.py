@@ -38,10 +38,11 @@ READS = ("GET", "HEAD")
 MAX_LISTED_FILES = 10_000
 FORM_BYTES = 1 << 20
 """Bytes that a form may have beside its file."""
-MIN_TTL_S = 3600
+MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000
+"""Smallest and largest time to live that a client may ask for, as at OpenAI's service."""
 CONTENT_TYPE = (b"content-type", b"application/octet-stream")
 
-Seconds = Annotated[int, Field(ge=MIN_TTL_S, le=2_592_000)]
+Seconds = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
 class ExpiresAfter(BaseModel):
@@ -60,6 +61,11 @@ class FileUpload(BaseModel):
 
     file: bytes = Field(description="JSON lines: `custom_id`, `method`, `url` and `body` in each.")
     purpose: Literal["batch"] = Field(description="`batch`; there are no other files.")
+    expires_after_seconds: Seconds | None = Field(
+        default=None,
+        alias="expires_after[seconds]",
+        description="Seconds after which it is deleted, if before `gateway.batches.ttl_s`.",
+    )
 
 
 class BatchCreate(BaseModel):
@@ -193,8 +199,8 @@ class BatchRoutes:
         given = form.fields.get("expires_after[seconds]")
         if given is None:
             return int(self._settings.ttl_s)
-        if not (given.isdigit() and MIN_TTL_S <= int(given[:9]) <= 2_592_000):
-            raise bad_field("expires_after", f"[seconds] must be from {MIN_TTL_S} to 2592000")
+        if not (given.isdigit() and MIN_TTL_S <= int(given[:9]) <= MAX_TTL_S):
+            raise bad_field("expires_after", f"[seconds] must be from {MIN_TTL_S} to {MAX_TTL_S}")
         return min(int(given), int(self._settings.ttl_s))
 
     async def _content(self, context: RequestContext, file_id: str) -> None:
