@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import signal
-import sys
 from pathlib import Path
 
 import openai
 import pytest
 
 from tests.unit.gateway_fakes import MODEL, FakeReplica
+from tests.unit.gateway_process import GatewayProcess
 from tests.unit.responses_replica import respond
 
 KILLS, CLIENTS = 10, 3
@@ -36,29 +34,6 @@ async def run() -> None:
 
 asyncio.run(run())
 """
-
-
-class Gateway:
-    """A gateway in a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
-        self.process, self.url = process, url
-
-    @classmethod
-    async def start(cls, replica: FakeReplica, folder: Path) -> Gateway:
-        path = os.pathsep.join(filter(None, sys.path))
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", GATEWAY, str(replica.port), str(folder)),
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert process.stdout is not None
-        port = int(await process.stdout.readline())
-        return cls(process, f"http://127.0.0.1:{port}/v1")
-
-    async def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        await self.process.wait()
 
 
 async def talk(url: str, name: str) -> tuple[str | None, list[str]]:
@@ -86,12 +61,12 @@ async def test_every_turn_that_a_client_has_is_found_after_a_gateway_was_killed(
 ) -> None:
     choice = random.Random(1)
     replica = await FakeReplica(respond).start()
-    survivor = await Gateway.start(replica, tmp_path)
+    survivor = await GatewayProcess.start(GATEWAY, replica, tmp_path)
     checked = 0
     try:
         async with openai.AsyncOpenAI(base_url=survivor.url, api_key="none") as client:
             for kill in range(KILLS):
-                victim = await Gateway.start(replica, tmp_path)
+                victim = await GatewayProcess.start(GATEWAY, replica, tmp_path)
                 talks = [
                     asyncio.create_task(talk(victim.url, f"{kill}.{number}"))
                     for number in range(CLIENTS)

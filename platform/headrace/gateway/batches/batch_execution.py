@@ -2,8 +2,8 @@
 
 Nothing is done twice that a client could see. A line's result is created, never replaced, so its
 first result is the one in the output. The output is written after every line has a result, and
-follows from the results, so two gateways that write it write the same bytes. A gateway that lost
-its lease stops; what it still creates changes nothing.
+follows from the results, so two gateways that write it write the same bytes; it is created, too. A
+gateway that lost its lease stops; what it still creates changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from headrace.gateway.batches.batch_job import (
@@ -424,6 +424,8 @@ class BatchExecution:
         output = _OutputFile(self._state, self._entry.tenant, batch.output_id)
         errors = _OutputFile(self._state, self._entry.tenant, batch.error_id)
         sizes = await self._do(TenantBatches.result_sizes, batch)
+        if len(sizes) < self._job.total:
+            raise LeaseLostError  # another gateway has ended the batch and removed results
         async for results in self._results(sizes):
             for number in sorted(results):
                 file = output if results[number].mark == ANSWERED else errors
@@ -443,17 +445,27 @@ class BatchExecution:
         Args:
             sizes: the size of each result to read, by the line's number.
         """
-        assert self._batch is not None
         some: list[int] = []
         held = 0
         for number in sorted(sizes):
             if some and (held + sizes[number] > READ_BYTES or len(some) >= FILLED_AT_ONCE):
-                yield await self._do(TenantBatches.results, self._batch, some)
+                yield await self._read_results(some)
                 some, held = [], 0
             some.append(number)
             held += sizes[number]
         if some:
-            yield await self._do(TenantBatches.results, self._batch, some)
+            yield await self._read_results(some)
+
+    async def _read_results(self, numbers: Sequence[int]) -> dict[int, LineResult]:
+        """Return kept results.
+
+        Raises:
+            LeaseLostError: one is gone, since another gateway has ended the batch.
+        """
+        results: dict[int, LineResult] = await self._do(TenantBatches.results, self._batch, numbers)
+        if len(results) < len(numbers):
+            raise LeaseLostError
+        return results
 
     async def _parts(self) -> AsyncIterator[bytes]:
         """Yield the parts of the input file."""

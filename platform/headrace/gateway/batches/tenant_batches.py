@@ -84,13 +84,13 @@ class TenantBatches(TenantRecords):
     # Files.
 
     def put_part(self, file_id: str, number: int, data: bytes) -> None:
-        """Write a part of a file that is not yet listed."""
-        self._write(_place(FILE, file_id).thread, {part_record(number): FilePart(data)})
+        """Write a part of a file that is not yet listed, unless it is written."""
+        self._create(_place(FILE, file_id).thread, {part_record(number): FilePart(data)})
 
     def add_file(self, file: StoredFile) -> None:
-        """List a file, whose parts are written."""
+        """List a file, whose parts are written, unless it is listed."""
         name = index_record(INDEX_FILE, _place(FILE, file.id))
-        self._write(INDEX_THREAD, {name: file})
+        self._create(INDEX_THREAD, {name: file})
 
     def remove_parts(self, file_id: str, parts: int) -> None:
         """Remove the parts of a file that is not listed."""
