@@ -78,6 +78,19 @@ def test_a_record_is_replaced_and_removed(opened: Open) -> None:
     assert store.sizes(TENANT, THREAD, now) == {}
 
 
+def test_a_record_is_created_once(opened: Open) -> None:
+    store, now = opened(), time.time()
+    assert store.create(TENANT, THREAD, {"turn-a": b"1"}, now) == {"turn-a"}
+    both = {"turn-a": b"2", "turn-b": b"22"}
+    assert opened().create(TENANT, THREAD, both, now) == {"turn-b"}
+    assert store.read(TENANT, THREAD, ["turn-a", "turn-b"], now) == {
+        "turn-a": b"1",
+        "turn-b": b"22",
+    }
+    store.remove(TENANT, THREAD, ["turn-a"])
+    assert store.create(TENANT, THREAD, {"turn-a": b"3"}, now) == {"turn-a"}
+
+
 def test_a_store_that_is_opened_again_has_its_records(opened: Open) -> None:
     store, now = opened(), time.time()
     store.write(TENANT, THREAD, {"turn-a": b"1"}, now)
