@@ -32,6 +32,7 @@ ORDER = (
     "test_store",
     "test_blending",
     "test_conversations",
+    "test_batches",
     "test_faults",
     "test_soak",
     "test_down",

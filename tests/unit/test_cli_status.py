@@ -163,6 +163,17 @@ def test_a_queue_and_a_placement_that_say_something_are_shown() -> None:
     assert "queue of this gateway: 3 wait, of 2 tenants" in text and "7 refused" in text
 
 
+def test_unfinished_batches_are_shown_with_their_progress() -> None:
+    progress = {"status": "in_progress", "total": 1000, "completed": 400, "failed": 3}
+    batch = {"id": "batch_" + "a" * 40, "tenant": "ann", "in_flight": 8, **progress}
+    text = " ".join(shown(changed(gateway={"batches": [batch]})).split())
+    told = (
+        "batch batch_aaaaaaaa of ann: in_progress, 403 of 1,000 lines done, 3 failed, 8 in flight"
+    )
+    assert told in text
+    assert "lines done" not in shown()
+
+
 def test_several_models_are_named_and_each_has_its_queue() -> None:
     router = {"unhealthy": {DECODE["replica_id"]: "suspect"}}
     models = {

@@ -142,6 +142,7 @@ def overview(data: dict[str, Any]) -> Iterator[Part]:
         queue = model.get("queue")
         if queue and any(queue[each] for each in ("waiting", "waited", "refused", "expired")):
             yield Text(f"queue of this gateway{of}: {admission(queue)}")
+    yield from map(Text, batches(gateway.get("batches") or []))
     yield from map(Text, reused(replicas))
     if data.get("advice"):
         yield Text(advice(data["advice"]))
@@ -195,6 +196,16 @@ def admission(queue: dict[str, Any]) -> str:
         f"{queue['admitted']:,} admitted, {queue['waited']:,} of them after a wait, "
         f"{queue['refused']:,} refused, {queue['expired']:,} given up"
     )
+
+
+def batches(unfinished: list[dict[str, Any]]) -> list[str]:
+    """Describe the progress of unfinished batches."""
+    return [
+        f"batch {each['id'][:14]}{' of ' + each['tenant'] if each['tenant'] else ''}: "
+        f"{each['status']}, {each['completed'] + each['failed']:,} of {each['total']:,} lines done, "
+        f"{each['failed']:,} failed, {each['in_flight']:,} in flight"
+        for each in unfinished
+    ]
 
 
 def reused(replicas: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,8 @@ export function Overview({ status, history, counters, theme }) {
     <${Card} title="Topology" id="topology" wide note="A bar is the part of a KV cache or of a tier that is in use. A moving line carries something now.">
       <${Topology} status=${status} history=${history.data} counters=${counters} /><//>
     <${Charts} history=${history} theme=${theme} />
-    <${Replicas} status=${status} /></div>`;
+    <${Replicas} status=${status} />
+    <${Batches} batches=${status.gateway?.batches ?? []} /></div>`;
 }
 
 function Charts({ history, theme }) {
@@ -54,6 +55,16 @@ function leftOutOf(replicas) {
     }
   }
   return [...found.values()];
+}
+
+/** The unfinished batches; nothing if there are none. */
+function Batches({ batches }) {
+  if (!batches.length) return null;
+  const done = (one) => one.completed + one.failed;
+  return html`<${Card} title="Batches" id="batches" wide note="Unfinished batches. Their lines run when other requests leave room.">
+    <${Table} label="Batches" none="" columns=${[{ name: "Batch" }, { name: "Tenant", minor: true }, { name: "Status" }, { name: "Lines done", right: true }, { name: "Failed", right: true }, { name: "In flight", right: true, minor: true }]}
+      rows=${batches.map((one) => ({ key: one.id, cells: [html`<code title=${one.id}>${one.id.slice(0, 14)}</code>`, one.tenant ?? "-", one.status.replaceAll("_", " "),
+        `${count(done(one))} of ${count(one.total)}${one.total ? ` (${percent(done(one) / one.total)})` : ""}`, count(one.failed), count(one.in_flight)] }))} /><//>`;
 }
 
 function Replicas({ status }) {
