@@ -167,10 +167,7 @@ def test_unfinished_batches_are_shown_with_their_progress() -> None:
     progress = {"status": "in_progress", "total": 1000, "completed": 400, "failed": 3}
     batch = {"id": "batch_" + "a" * 40, "tenant": "ann", "in_flight": 8, **progress}
     text = " ".join(shown(changed(gateway={"batches": [batch]})).split())
-    told = (
-        "batch batch_aaaaaaaa of ann: in_progress, 403 of 1,000 lines done, 3 failed, 8 in flight"
-    )
-    assert told in text
+    assert "batch batch_aaaaaaaa of ann: in_progress, 403 of 1,000 lines done, 3 failed" in text
     assert "lines done" not in shown()
 
 

@@ -17,6 +17,7 @@ from headrace.config.gateway import GatewaySettings
 from headrace.gateway import PortTakenError, build_gateway_app, serve_gateway
 from headrace.gateway.ingress import connection
 from headrace.gateway.openapi import openapi_document
+from tests.unit.batch_fakes import batch_state
 from tests.unit.gateway_fakes import (
     CHAT,
     MODEL,
@@ -286,7 +287,8 @@ THEIRS: dict[str, Any] = {
 
 
 async def test_every_documented_operation_is_routed(tmp_path: Path) -> None:
-    async with gateway_over(answer, state=state_in(tmp_path)) as bench:
+    kept = {"state": state_in(tmp_path), "batch_state": batch_state(tmp_path)}
+    async with gateway_over(answer, **kept) as bench:
         async with bench.client.get("/openapi.json") as response:
             document = await response.json()
         assert len(document["paths"]) > 5

@@ -202,8 +202,8 @@ def batches(unfinished: list[dict[str, Any]]) -> list[str]:
     """Describe the progress of unfinished batches."""
     return [
         f"batch {each['id'][:14]}{' of ' + each['tenant'] if each['tenant'] else ''}: "
-        f"{each['status']}, {each['completed'] + each['failed']:,} of {each['total']:,} lines done, "
-        f"{each['failed']:,} failed, {each['in_flight']:,} in flight"
+        f"{each['status']}, {each['completed'] + each['failed']:,} of {each['total']:,} "
+        f"lines done, {each['failed']:,} failed, {each['in_flight']:,} in flight"
         for each in unfinished
     ]
 

@@ -64,7 +64,7 @@ BUSY = frozenset({429, 503})
 LOST = frozenset({500, 502, 504})
 """Statuses of failures that another try may not have."""
 FATAL = frozenset({"file_not_found", "batches_damaged"})
-"""Codes of errors of the store that end a batch: what it needs is lost."""
+"""Codes of errors of the store that end a batch, since a part of it is lost."""
 FILLED_AT_ONCE = 500
 READ_BYTES = 8 << 20
 """Bytes of results that are read at once for the output."""
@@ -460,7 +460,7 @@ class BatchExecution:
         """Return kept results.
 
         Raises:
-            LeaseLostError: one is gone, since another gateway has ended the batch.
+            LeaseLostError: one is missing, since another gateway has ended the batch.
         """
         results: dict[int, LineResult] = await self._do(TenantBatches.results, self._batch, numbers)
         if len(results) < len(numbers):

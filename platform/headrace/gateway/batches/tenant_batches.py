@@ -67,7 +67,7 @@ BatchState = StateRunner["TenantBatches"]
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a gateway learns when it renews its lease.
+    """The result of renewing a lease.
 
     Attributes:
         has_lease: whether the batch is still its own.

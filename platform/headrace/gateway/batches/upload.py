@@ -1,4 +1,4 @@
-"""A form with a file, parsed as it arrives: its content goes on in parts, its fields are kept.
+"""A form with a file, parsed as it arrives: its content is passed on in parts, its fields are kept.
 
 Pure. The parser is python-multipart, which Starlette and vLLM use, too.
 """
