@@ -65,7 +65,8 @@ def shortened(body: Any) -> Any:
 
 def answered(case: Any, app: App) -> Any:
     """The answer, which comes in time."""
-    case.body = shortened(case.body)
+    if case.media_type != "multipart/form-data":
+        case.body = shortened(case.body)
     started = time.monotonic()
     response = case.call(base_url=app.url, timeout=ANSWER_LIMIT_S)
     assert time.monotonic() - started < ANSWER_LIMIT_S

@@ -62,7 +62,14 @@ def test_a_short_pause_between_requests_is_not_filled() -> None:
     pacer = LinePacer(16)
     pacer.target(BUSY, 10.0)
     assert pacer.target(replace(IDLE, lines=1), 10.0 + QUIET_S - 0.01) == 1
-    assert pacer.target(IDLE, 10.0 + QUIET_S) == 32
+    assert pacer.target(IDLE, 10.0 + QUIET_S) > 1
+
+
+def test_after_requests_the_lines_double_from_second_to_second() -> None:
+    pacer = LinePacer(16)
+    pacer.target(BUSY, 10.0)
+    quiet = [pacer.target(IDLE, 10.0 + QUIET_S * times) for times in (0.9, 1, 1.9, 2, 3, 100, 1e9)]
+    assert quiet == [0, 8, 8, 16, 32, 32, 32]
 
 
 def test_requests_elsewhere_stop_new_lines_and_take_none_back() -> None:
@@ -143,6 +150,7 @@ async def test_the_youngest_surplus_lines_are_taken_back_when_requests_arrive() 
         place.on_yield = lambda number=number: taken.append(number)  # type: ignore[misc]
     load.now = LineLoad(replicas=1, requests=1)
     await soon(lambda: len(taken) == 3)
+    gate.on_request()
     await asyncio.sleep(0.2)
     assert taken == [3, 2, 1], "each once"
     gate.close()

@@ -135,10 +135,11 @@ async def test_a_cancelled_batch_stops_and_has_what_was_answered(tmp_path: Path)
 async def test_a_batch_expires_with_the_answers_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_records, "WINDOW_S", 1)
     never = asyncio.Event()
-    async with batching(tmp_path, slow_echo(never)) as (_, client):
+    async with batching(tmp_path, slow_echo(never)) as (bench, client):
         made = await start_batch(client, lines_of(["a", "b"]))
+        await soon(lambda: len(bench.replica.seen) == 2)
+        monkeypatch.setattr(batch_records, "WINDOW_S", 0)
         done = await until_ended(client, made.id)
         assert (done.status, done.output_file_id) == ("expired", None)
         assert done.expired_at is not None

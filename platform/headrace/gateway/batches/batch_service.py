@@ -50,10 +50,13 @@ class BatchService:
     ) -> None:
         own = settings.batches
         self._state, self._models = state, models
+        gate = LineGate(self._load, own.lines_per_replica)
+        for model in models:
+            model.on_request = gate.on_request
         self._runner = BatchRunner(
             state,
             LineRelay(relayed, models, on_end, settings.request_timeout_s),
-            LineGate(self._load, own.lines_per_replica),
+            gate,
             caller,
             BatchLimits(own.max_lines, settings.max_body_bytes, own.max_tenant_bytes),
         )

@@ -91,6 +91,11 @@ class LineGate:
         if any(self._waiting.values()):
             self._tick()
 
+    def on_request(self) -> None:
+        """Take surplus lines back at once, because another request arrived."""
+        if len(self):
+            asyncio.get_running_loop().call_soon(self._tick)
+
     def close(self) -> None:
         """Stop the timer."""
         if self._timer is not None:

@@ -2,8 +2,10 @@
 
 For one model:
 
-- While no other request is in flight, each replica has up to `lines_per_replica` lines. A pause of
-  less than `QUIET_S` between requests does not count: it is a user who reads.
+- While no other request is in flight, each replica has up to `lines_per_replica` lines. After other
+  requests, lines start when `QUIET_S` have passed: a shorter pause is a user who reads. There are
+  `FIRST_LINES` then, and twice as many after each further `QUIET_S`, so that few are taken back if
+  requests arrive again.
 - Beside other requests, each replica has at most one line. A line lengthens the steps of the
   streams beside it twice: once by its prompt, and then by one more row. So a line starts only if
   one more row makes a step at most `MAX_SLOWDOWN` times as long, and at most one line starts in
@@ -18,7 +20,10 @@ import math
 from dataclasses import dataclass
 
 QUIET_S = 1.0
-"""Time without other requests after which the replicas are filled."""
+"""Time without other requests after which lines start."""
+FIRST_LINES = 4
+"""Lines at each replica that start then."""
+MAX_DOUBLINGS = 20
 MAX_SLOWDOWN = 1.05
 START_STEPS = 200
 """Minimum number of steps of the streams between two lines that start beside them."""
@@ -80,9 +85,12 @@ class LinePacer:
             return beside + self._starts_beside(load, now_s)
         if load.elsewhere > UNCERTAIN * load.lines:
             return load.lines + self._starts_beside(load, now_s)
-        if now_s - self._busy_s < QUIET_S:
+        quiet_s = now_s - self._busy_s
+        if quiet_s < QUIET_S:
             return load.lines
-        return max(load.lines, self._lines_per_replica * load.replicas)
+        doublings = int(min(quiet_s / QUIET_S - 1.0, MAX_DOUBLINGS))
+        limit = min(self._lines_per_replica, FIRST_LINES << doublings)
+        return max(load.lines, limit * load.replicas)
 
     def _starts_beside(self, load: LineLoad, now_s: float) -> int:
         """Return the number of lines that may start beside other requests: 0 or 1."""

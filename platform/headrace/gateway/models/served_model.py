@@ -108,6 +108,8 @@ class ServedModel:
         """Number of its requests that replicas work on, or that wait for one."""
         self.lines = 0
         """Number of them that are lines of batches."""
+        self.on_request: Callable[[], None] = lambda: None
+        """Called when a request that is no line takes a place."""
 
     def start(self) -> None:
         """Start to poll for replicas; call it in the event loop."""
@@ -166,6 +168,8 @@ class ServedModel:
         self.relaying += 1
         self.lines += is_line
         self._wanted_s = perf_counter()
+        if not is_line:
+            self.on_request()
         try:
             yield
         finally:
