@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from headrace_engine.kv_groups import BlockUse
 from headrace_engine.step_time import StepTime
+from headrace_engine.usage.usage_book import UsageBook
 
 BACKLOG_SAMPLES = 256
 """Samples kept for a reader that comes later; older ones are dropped, since models forget them
@@ -105,6 +106,8 @@ class EngineMeter:
     has reported them."""
     store_states: tuple[int, ...] = ()
     """Numbers of its cache groups of recurrent layers, which the engine reports with them."""
+    usage: UsageBook = field(default_factory=UsageBook)
+    """What requests cost, by tenant and by request."""
     block_use: BlockUse = field(default_factory=BlockUse)
     """Blocks that a request takes in the engine's KV cache."""
     kv_epoch: str = ""
@@ -241,6 +244,7 @@ class EngineMeter:
                 "proof_seconds": {k: round(s, 6) for k, s in self.proof_seconds.items()},
             },
             "store": dict(self.store_totals),
+            "usage": self.usage.snapshot(),
         }
 
 

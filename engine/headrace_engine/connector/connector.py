@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def kv_sources(self, request_id: str) -> Mapping[str, int]:
+        """Implement `usage.scheduler_usage.KvSources`."""
+        return self.scheduler.sources.get(request_id, {})
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._follow_arena()

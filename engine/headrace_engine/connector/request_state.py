@@ -70,8 +70,17 @@ class TierBlocks:
 
     Attributes:
         until_s: when their lease ends.
+        asked: the blocks that DRAM lacked when the node was asked.
     """
 
     places: dict[bytes, Any] = field(default_factory=dict)
     limit_s: float = math.inf
     until_s: float = math.inf
+    asked: frozenset[bytes] = frozenset()
+
+    def source(self, name: bytes) -> str:
+        """Return where a block that is loaded comes from: `dram`, `nvme`, or `remote` if the node
+        has just fetched it to DRAM from a peer or an object store."""
+        if name in self.places:
+            return "nvme"
+        return "remote" if name in self.asked else "dram"

@@ -84,6 +84,7 @@ class SchedulerConnector:
 
     Attributes:
         counts: blocks by what became of them, since the start.
+        sources: by request, the tokens of its last load by `TierBlocks.source`, until it ends.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class SchedulerConnector:
         self._requests: dict[str, RequestState] = {}
         self._offered: dict[str, BlockOffer] = {}
         self._running: frozenset[str] = frozenset()
+        self.sources: dict[str, dict[str, int]] = {}
         self._work = StoreWork()
 
     def bind(self, pool: Any) -> None:
@@ -299,7 +301,7 @@ class SchedulerConnector:
         """Choose the offered blocks to load."""
         assert self._slow is not None
         if not answer:
-            return TierBlocks()
+            return TierBlocks(asked=frozenset(question.hashes))
         blocks, limit_s = len(answer), math.inf
         if self._price is not None:
             media = [medium_of(place) for place in answer]
@@ -311,7 +313,7 @@ class SchedulerConnector:
             blocks, limit_s = choice.blocks, choice.limit_s
         places = dict(zip(question.hashes, answer[:blocks], strict=False))
         until_s = question.asked_s + self._slow.lease_s if places else math.inf
-        return TierBlocks(places, limit_s, until_s)
+        return TierBlocks(places, limit_s, until_s, frozenset(question.hashes))
 
     def allocated(
         self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -330,6 +332,10 @@ class SchedulerConnector:
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
+        sources = Counter(map(taken.source, names[: end - start]))
+        self.sources[request.request_id] = {
+            source: blocks * self._block_tokens for source, blocks in sources.items()
+        }
         hashes, tables = list(names[: end - start]), [[*ids[start:end]] for ids in block_ids]
         if self._states is not None:
             ids, hashes = self._states.of_prefix(hashes, block_ids, start)
@@ -395,6 +401,7 @@ class SchedulerConnector:
         self._asked.pop(request.request_id, None)
         self._taken.pop(request.request_id, None)
         self._states_below.pop(request.request_id, None)
+        self.sources.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             self._saver.finish(known, self._tables(block_ids))

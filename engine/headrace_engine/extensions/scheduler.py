@@ -10,22 +10,27 @@ from headrace_engine.extensions.extension import (
     installed_extensions,
     overridden,
 )
+from headrace_engine.usage.scheduler_usage import Row, SchedulerUsage
 from headrace_engine.vllm.resumed_requests import GrammarWatch
 from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
+from headrace_engine.vllm.usage_stats import UsageWatch
 
 Part = TypeVar("Part", bound=SchedulerPart)
 
 
-class SchedulerWithExtensions(GrammarWatch):
+class SchedulerWithExtensions(GrammarWatch, UsageWatch):
     """Mixin that precedes a scheduler of vLLM among the bases.
 
     Attributes:
-        parts: the parts of the extensions that the engine uses.
+        parts: the parts of the extensions that the engine uses, and `usage`.
+        usage: counts what each request costs. It belongs to every engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parts = [part for each in installed_extensions() for part in each.scheduler(self)]
+        self.usage = SchedulerUsage(self)
+        self.parts.append(self.usage)
         before, after = self.parts, self.parts[::-1]
         self._before_add = overridden(before, SchedulerPart.before_add)
         self._after_add = overridden(after, SchedulerPart.after_add)
@@ -71,6 +76,15 @@ class SchedulerWithExtensions(GrammarWatch):
         for each in self._after_update:
             each()
         return found
+
+    def on_request_end(self, request_id: str) -> None:
+        """Implement `UsageWatch.on_request_end`."""
+        self.usage.on_end(request_id)
+
+    def take_usage(self) -> tuple[list[Row], float]:
+        """Implement `UsageWatch.take_usage`."""
+        seconds, self.usage.seconds = self.usage.seconds, 0.0
+        return self.usage.rows(), seconds
 
     def on_grammar_compiled(self, request: Any) -> None:
         """Implement `GrammarWatch.on_grammar_compiled`."""

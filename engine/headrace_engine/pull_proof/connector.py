@@ -10,6 +10,7 @@ sides.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -57,6 +58,12 @@ class NixlConnector(VllmNixlConnector):
         caches are cleared."""
         scheduler = self.connector_scheduler
         return scheduler.reset() if isinstance(scheduler, ProvenScheduler) else True
+
+    def kv_sources(self, request_id: str) -> Mapping[str, int]:
+        """Implement `usage.scheduler_usage.KvSources`."""
+        scheduler = self.connector_scheduler
+        tokens = scheduler.pulled.get(request_id) if isinstance(scheduler, ProvenScheduler) else 0
+        return {"pulled": tokens} if tokens else {}
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if not isinstance(self.connector_scheduler, ProvenScheduler):

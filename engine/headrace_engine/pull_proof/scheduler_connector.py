@@ -63,6 +63,8 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         self._row_bytes = geometry_of(vllm_config).row_bytes
         self._work = StepWork()
         self.to_sum: dict[str, _Summed] = {}
+        self.pulled: dict[str, int] = {}
+        """By request: the tokens that it pulls or has pulled, until it ends."""
         self._computing: set[str] = set()
         """Requests that will hand out KV and have not ended."""
 
@@ -116,6 +118,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and num_external_tokens > 0:
             self._work.claims[request.request_id] = self._claim(request, params)
+            self.pulled[request.request_id] = num_external_tokens
         if params.get("do_remote_decode"):
             self._begin(request, params)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -193,6 +196,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._computing.discard(request.request_id)
+        self.pulled.pop(request.request_id, None)
         held, params = super().request_finished(request, block_ids)
         grant = self.grants.held(request.request_id)
         if grant is None:

@@ -46,6 +46,7 @@ from headrace_engine.reporting.engine_events import (
 from headrace_engine.reporting.reporter import EngineFacts
 from headrace_engine.step_time import StepTime
 from headrace_engine.vllm.executor import InProcessExecutor
+from headrace_engine.vllm.usage_stats import pass_usage, vllm_counts
 
 logger = logging.getLogger("headrace.engine")
 
@@ -79,6 +80,8 @@ class MeterStatLogger(StatLoggerBase):
         if scheduler_stats is None:
             return
         meter, stats = self.meter, scheduler_stats
+        pass_usage(stats, meter.usage.add)
+        meter.usage.count(**vllm_counts(stats, iteration_stats))
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         meter.load(stats.num_running_reqs, waiting, stats.kv_cache_usage)
         details, finished = stats.iteration_details, _finished(iteration_stats)
@@ -211,7 +214,7 @@ def start_engine(
         executor_class=executor_class(vllm_config, in_process),
         log_stats=False,
         log_requests=log_requests,
-        stat_loggers=[RayPrometheusStatLogger, partial(MeterStatLogger, meter)],
+        stat_loggers=[partial(MeterStatLogger, meter), RayPrometheusStatLogger],  # ours takes first
     )
 
 

@@ -40,10 +40,13 @@ def tenant_salt(tenant: str, own: str = "") -> str:
 
 def tenant_of(salt: str) -> str:
     """Return the tenant in a salt; the salt itself, without its mark, if it names none."""
-    if is_isolated(salt):
-        salt = salt[len(_ISOLATED) :].partition(":")[2]
-    tenant, own = split_salt(salt)
+    tenant, own = split_salt(unmarked_salt(salt))
     return own if tenant is None else tenant
+
+
+def unmarked_salt(salt: str) -> str:
+    """Return a salt without its mark."""
+    return salt[len(_ISOLATED) :].partition(":")[2] if is_isolated(salt) else salt
 
 
 def split_salt(salt: str) -> tuple[str | None, str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
+        self._sources: dict[str, int] = {}
         self._loading: dict[str, tuple[Any, int, frozenset[int]]] = {}
         """request id -> (vLLM's request, index of its first approximate block, ids of the blocks
         that are loaded)."""
@@ -173,10 +174,16 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
         start = len(tokens) - num_external_tokens
         [table] = blocks.get_block_ids()
         self._served.add(request.request_id)
+        self._sources[request.request_id] = num_external_tokens
         first = max(start, self.exact_tokens(found)) // self._block_tokens
         load = frozenset(table[start // self._block_tokens :])
         self._loading[request.request_id] = request, first, load
         self._begin.append(LoadStart(request.request_id, tokens, final, list(table), start, found))
+
+    def kv_sources(self, request_id: str) -> Mapping[str, int]:
+        """Implement `headrace_engine.usage.scheduler_usage.KvSources`."""
+        tokens = self._sources.get(request_id)
+        return {} if tokens is None else {"blended": tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         begin, self._begin = self._begin, []
@@ -204,6 +211,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
         self._found.pop(name, None)
         self._loading.pop(name, None)
         self._served.discard(name)
+        self._sources.pop(name, None)
         self._blended.discard(name)
         return False, {BLENDED_KEY: True} if blended and transfer.get("do_remote_decode") else None
 

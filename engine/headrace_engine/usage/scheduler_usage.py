@@ -1,0 +1,221 @@
+"""Counts what an engine's steps do for each request, in the scheduler's process.
+
+A step's seconds run from its scheduling, or from the output of the step before it if that is later,
+to its output. Each request of the step gets the share of its scheduled tokens, so the shares of a
+step add up to its seconds, and no second is counted twice where steps overlap.
+
+A request ends when vLLM frees it, well or not. If a scheduled step with the request has not ended,
+its usage ends with that step.
+
+The work of a step is a few additions for each of its requests. Every `INTERVAL_S`, and for each
+request that ends, the growth of its quantities goes to the frontend with vLLM's statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from headrace_engine.extensions.extension import SchedulerPart
+from headrace_engine.usage.request_usage import RequestUsage, tenant_of_salt
+
+INTERVAL_S = 0.5
+"""Interval at which the usage of requests that run on is reported."""
+
+Row = tuple[str, str, bool, list[float]]
+"""A request's id, its tenant (empty if its salt names none), whether it ended, and the growth of
+its quantities since its last row (`RequestUsage.values`)."""
+
+
+class KvSources(Protocol):
+    """A KV connector that knows where the KV of requests came from."""
+
+    def kv_sources(self, request_id: str) -> Mapping[str, int]:
+        """Return the tokens that a request was given blocks for, by source: `dram`, `nvme`,
+        `remote`, `pulled` or `blended`. Empty for a request that loads nothing, and after its
+        end."""
+
+
+class _Step(NamedTuple):
+    """A step that was scheduled and has no output yet."""
+
+    scheduled_s: float
+    rows: Mapping[str, int]
+
+
+class _Account:
+    """A request's usage in this engine.
+
+    Attributes:
+        usage: the sums so far. told: those that the frontend has.
+        earlier_tokens: output tokens with which a resumed request began.
+        hands_over: whether the engine only computes a prompt for another one, which answers.
+        is_admitted: whether it was in a step.
+    """
+
+    __slots__ = ("earlier_tokens", "hands_over", "is_admitted", "request", "tenant", "told", "usage")
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.tenant = tenant_of_salt(request.cache_salt or "")
+        self.usage, self.told = RequestUsage(), RequestUsage()
+        self.earlier_tokens = int(request.num_output_tokens)
+        self.hands_over = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+        self.is_admitted = False
+
+    def count_output(self) -> None:
+        """Count the answer's tokens, and the request once the answer has begun."""
+        usage, tokens = self.usage, self.request.num_output_tokens - self.earlier_tokens
+        if self.hands_over or tokens <= 0:
+            return
+        usage.output_tokens = tokens
+        if not self.earlier_tokens:
+            usage.requests, usage.prompt_tokens = 1, self.request.num_prompt_tokens
+
+
+class SchedulerUsage(SchedulerPart):
+    """The usage of a scheduler's requests.
+
+    Args:
+        scheduler: vLLM's.
+        clock: seconds of a monotonic clock.
+
+    Attributes:
+        seconds: seconds of all steps that had requests.
+    """
+
+    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._accounts: dict[str, _Account] = {}
+        self._steps: deque[_Step] = deque()
+        self._ended: dict[str, None] = {}
+        self._last_output_s = self._reported_s = clock()
+        self.seconds = 0.0
+
+    def after_add(self, request: Any) -> None:
+        """Begin to count a new request."""
+        if request.request_id not in self._accounts and self._scheduler.log_stats:
+            self._accounts[request.request_id] = _Account(request)
+
+    def after_schedule(self, step: Any, metadata: dict[str, Any]) -> None:
+        """Count the KV that new requests of a step need not compute."""
+        self._steps.append(_Step(self._clock(), step.num_scheduled_tokens))
+        for new in step.scheduled_new_reqs:
+            account = self._accounts.get(new.req_id)
+            if account is not None and not account.is_admitted:
+                account.is_admitted = True
+                self._count_found(account, new.num_computed_tokens)
+
+    def before_update(self, step: Any, output: Any) -> None:
+        """Count a step's tokens and seconds, now that its output is there."""
+        now_s = self._clock()
+        scheduled_s, rows = self._steps.popleft()
+        seconds = now_s - max(scheduled_s, self._last_output_s)
+        self._last_output_s = now_s
+        if not rows:
+            return
+        self.seconds += seconds
+        token_s = seconds / sum(rows.values())
+        cached = step.scheduled_cached_reqs
+        prompts = {new.req_id for new in step.scheduled_new_reqs}
+        prompts.update(
+            name
+            for name, tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True)
+            if not tokens
+        )
+        accounts = self._accounts
+        for name, tokens in rows.items():
+            if (account := accounts.get(name)) is None:
+                continue
+            usage = account.usage
+            usage.engine_s += tokens * token_s
+            if name in prompts:
+                usage.computed_tokens += tokens
+            else:
+                usage.decode_tokens += tokens
+        if step.scheduled_spec_decode_tokens:
+            self._count_drafts(step, output)
+
+    def on_end(self, request_id: str) -> None:
+        """Handle the end of a request."""
+        self._ended[request_id] = None
+
+    def rows(self) -> list[Row]:
+        """Return what the frontend has not been told: of requests that ended, and every
+        `INTERVAL_S` of all."""
+        rows: list[Row] = []
+        if self._ended:
+            for name in list(self._ended):
+                if any(name in step.rows for step in self._steps):
+                    continue
+                del self._ended[name]
+                account = self._accounts.pop(name, None)
+                if account is not None:
+                    if not account.is_admitted:
+                        self._count_unused(account)
+                    rows.append(self._row(account, has_ended=True))
+        now_s = self._clock()
+        if now_s - self._reported_s >= INTERVAL_S:
+            self._reported_s = now_s
+            live = (self._row(each, has_ended=False) for each in self._accounts.values())
+            rows += [row for row in live if any(row[3])]
+        return rows
+
+    def _row(self, account: _Account, *, has_ended: bool) -> Row:
+        account.count_output()
+        growth = account.usage.minus(account.told)
+        account.told = account.usage.copy()
+        return account.request.request_id, account.tenant, has_ended, growth.values()
+
+    def _count_found(self, account: _Account, start: int) -> None:
+        """Count a request's tokens before `start`, from which on it is computed, by source."""
+        request, usage = account.request, account.usage
+        sources = kv_sources(self._scheduler.connector, request.request_id)
+        stats = request.prefill_stats
+        if stats is not None and stats.num_prompt_tokens:
+            own = min(start, stats.num_local_cached_tokens)
+        else:  # a resumed stream
+            own = max(0, start - sum(sources.values()))
+        left = start - own
+        for source, tokens in sources.items():
+            used = min(left, tokens)
+            left -= used
+            name = f"{source}_tokens"
+            setattr(usage, name, getattr(usage, name) + used)
+        usage.cached_tokens += own + left
+
+    def _count_unused(self, account: _Account) -> None:
+        """Count the cached tokens of a request that ended while it loaded others."""
+        request = account.request
+        if request.num_computed_tokens and request.prefill_stats is not None:
+            account.usage.cached_tokens += request.prefill_stats.num_local_cached_tokens
+
+    def _count_drafts(self, step: Any, output: Any) -> None:
+        """Count verified draft tokens as vLLM's own statistics do."""
+        scheduler, sampled = self._scheduler, output.sampled_token_ids
+        if not sampled:
+            return
+        invalid = step.num_invalid_spec_tokens or {}
+        for name, drafts in step.scheduled_spec_decode_tokens.items():
+            request, account = scheduler.requests.get(name), self._accounts.get(name)
+            if account is None or request is None or request.is_finished():
+                continue
+            if request.num_stale_output_tokens > 0 and request.drop_stale_output:
+                continue
+            tokens = sampled[output.req_id_to_index[name]]
+            if len(tokens):
+                account.usage.drafted_tokens += len(drafts) - invalid.get(name, 0)
+                accepted = len(tokens) - scheduler.num_sampled_tokens_per_step
+                account.usage.accepted_tokens += max(0, accepted)
+
+
+def kv_sources(connector: Any, request_id: str) -> dict[str, int]:
+    """Return a request's `KvSources` from a scheduler's connector, or from those within it."""
+    found: dict[str, int] = {}
+    for child in getattr(connector, "_connectors", (connector,)):
+        told = getattr(child, "kv_sources", None)
+        for source, tokens in (told(request_id) if told is not None else {}).items():
+            found[source] = found.get(source, 0) + tokens
+    return found

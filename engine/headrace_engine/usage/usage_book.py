@@ -1,0 +1,185 @@
+"""Sums of usage in a replica's process: by tenant, and of the last client requests.
+
+The engine reports the growth of its requests' quantities (`scheduler_usage`). Each growth is added
+once to its tenant's total and, if the replica follows the engine's request, once to the client's
+request. Totals only grow; they begin when the replica begins to serve.
+
+Pure: no Ray, no vLLM, no I/O. Use it from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from headrace_engine.usage.request_usage import RequestUsage, usage_of_values
+from headrace_engine.usage.scheduler_usage import Row
+
+MAX_TENANTS = 256
+"""Maximum number of tenants with totals of their own."""
+OTHERS = "(others)"
+"""Tenant that stands for all further ones; no key's tenant has this name."""
+MAX_RECORDS = 10_000
+"""Number of client requests that are remembered, the last ones."""
+
+
+class UsageRecord:
+    """One client request's usage at one replica.
+
+    Attributes:
+        tenant: the tenant; empty without keys.
+        request_id: the client's id of the request.
+        usage: what this replica's engine did for it.
+        elsewhere: what prefill engines reported to this replica for it; their own replicas have
+            counted it.
+    """
+
+    def __init__(self, tenant: str, request_id: str) -> None:
+        self.tenant, self.request_id = tenant, request_id
+        self.usage, self.elsewhere = RequestUsage(), RequestUsage()
+        self._running: set[str] = set()
+        self._waiting: asyncio.Event | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its requests to the engine have ended."""
+        return not self._running
+
+    def whole(self) -> RequestUsage:
+        """Return what all engines did for the request."""
+        found = self.usage.copy()
+        found.add(self.elsewhere)
+        return found
+
+    def begin(self, engine_id: str) -> None:
+        """Record a request to the engine."""
+        self._running.add(engine_id)
+
+    def end(self, engine_id: str) -> None:
+        """Record the end of a request to the engine."""
+        self._running.discard(engine_id)
+        if self.is_complete and self._waiting is not None:
+            self._waiting.set()
+
+    async def completed(self, limit_s: float) -> bool:
+        """Wait until the record is complete; return whether it is, after `limit_s` at most."""
+        if not self.is_complete:
+            self._waiting = asyncio.Event()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._waiting.wait()
+            except TimeoutError:
+                pass
+        return self.is_complete
+
+
+class UsageBook:
+    """Usage of one replica.
+
+    Attributes:
+        since_s: Unix time from which on the totals count.
+        totals: by tenant; the empty name for requests without one.
+        step_s: seconds of all steps, which the engine counts apart from the requests.
+        counters: what vLLM itself counts, by name; see `EngineMeter`.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, RequestUsage] = {}
+        self.counters: dict[str, float] = {}
+        self._records: OrderedDict[tuple[str, str], UsageRecord] = OrderedDict()
+        self._followed: OrderedDict[str, UsageRecord] = OrderedDict()
+        self.has_reports = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on; what the engine did before was for no client."""
+        self.since_s, self.step_s = time.time(), 0.0
+        self.totals.clear()
+        self.counters.clear()
+
+    def record_of(self, tenant: str, request_id: str) -> UsageRecord:
+        """Return the record of a client's request, a new one if there is none."""
+        key = tenant, request_id
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = UsageRecord(*key)
+            while len(self._records) > MAX_RECORDS:
+                self._records.popitem(last=False)
+        return record
+
+    def find(self, request_id: str, tenant: str | None) -> list[UsageRecord]:
+        """Return the records of a request.
+
+        Args:
+            tenant: whose; None for any tenant's.
+        """
+        if tenant is not None:
+            found = self._records.get((tenant, request_id))
+            return [] if found is None else [found]
+        return [each for (_, name), each in self._records.items() if name == request_id]
+
+    def follow(self, engine_id: str, record: UsageRecord) -> None:
+        """Add what the engine does for one of its requests to a record.
+
+        Args:
+            engine_id: the request's id at the engine, or the id that vLLM appends a dash and a
+                random word to.
+        """
+        if not self.has_reports:
+            return
+        record.begin(engine_id)
+        self._followed[engine_id] = record
+        while len(self._followed) > MAX_RECORDS:
+            lost, of = self._followed.popitem(last=False)
+            of.end(lost)
+
+    def unfollow(self, engine_id: str) -> None:
+        """Stop following a request that the engine did not get."""
+        if (record := self._followed.pop(engine_id, None)) is not None:
+            record.end(engine_id)
+
+    def add(self, rows: Iterable[Row], step_s: float) -> None:
+        """Add what the engine reports.
+
+        Args:
+            step_s: seconds of the steps since the last report.
+        """
+        self.has_reports = True
+        self.step_s += step_s
+        for engine_id, tenant, has_ended, values in rows:
+            growth = usage_of_values(values)
+            self._total(tenant).add(growth)
+            name = engine_id if engine_id in self._followed else engine_id.rpartition("-")[0]
+            record = self._followed.get(name)
+            if record is None:
+                continue
+            record.usage.add(growth)
+            if has_ended:
+                del self._followed[name]
+                record.end(name)
+
+    def count(self, **growth: float) -> None:
+        """Add to what vLLM itself counts."""
+        for name, value in growth.items():
+            self.counters[name] = self.counters.get(name, 0) + value
+
+    def report(self) -> dict[str, Any]:
+        """Return the totals, JSON-able: `since_s`, and `tenants` with the quantities that are not
+        zero."""
+        tenants = {name: usage.to_dict() for name, usage in self.totals.items()}
+        return {"since_s": self.since_s, "tenants": tenants}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a status page shows: the sum over the tenants, and what it must equal."""
+        total = RequestUsage()
+        for usage in self.totals.values():
+            total.add(usage)
+        return {"total": total.to_dict(), "step_s": self.step_s, "vllm": dict(self.counters)}
+
+    def _total(self, tenant: str) -> RequestUsage:
+        if tenant not in self.totals and len(self.totals) >= MAX_TENANTS:
+            tenant = OTHERS
+        return self.totals.setdefault(tenant, RequestUsage())

@@ -1,0 +1,79 @@
+"""The way of requests' usage from vLLM's scheduler to its frontend, within vLLM's statistics.
+
+The rows travel in `SchedulerStats.ec_connector_stats`, a mapping that vLLM passes on unread. The
+frontend takes them out before vLLM's own loggers see them. `tests/unit/test_contracts_usage.py`
+pins what is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace_engine.usage.scheduler_usage import Row
+
+KEY = "headrace_usage"
+
+
+class UsageWatch:
+    """Mixin that precedes a scheduler of vLLM among the bases."""
+
+    def on_request_end(self, request_id: str) -> None:
+        """Handle the end of a request, well or not, before its last output leaves."""
+
+    def take_usage(self) -> tuple[list[Row], float]:
+        """Return the rows for the frontend, and the seconds of steps since the last call."""
+        return [], 0.0
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        self.on_request_end(request.request_id)
+        return found
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """Return vLLM's statistics of a step, with the usage."""
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            rows, step_s = self.take_usage()
+            if rows or step_s:
+                stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: [rows, step_s]}
+        return stats
+
+
+def pass_usage(stats: Any, add: Callable[[list[Row], float], None]) -> None:
+    """Take the usage out of vLLM's statistics (`SchedulerStats`), and pass it to `add`."""
+    told = stats.ec_connector_stats
+    if not told or KEY not in told:
+        return
+    rows, step_s = told.pop(KEY)
+    if not told:
+        stats.ec_connector_stats = None
+    add(rows, step_s)
+
+
+def vllm_counts(stats: Any, iteration: Any) -> dict[str, float]:
+    """Return what vLLM itself counts in a step, by name.
+
+    Args:
+        stats: `SchedulerStats`. iteration: `IterationStats` or None.
+
+    Returns:
+        `computed_tokens` and `decode_tokens`: scheduled tokens of requests without and with output
+        tokens. `cached_tokens`: hits of the engine's own cache. `external_tokens`: hits of its
+        connectors. `drafted_tokens`, `accepted_tokens`, `output_tokens`.
+    """
+    counts: dict[str, float] = {}
+    details, drafts = stats.iteration_details, stats.spec_decoding_stats
+    if details is not None and not details.is_dummy:
+        counts["computed_tokens"] = details.num_ctx_tokens
+        counts["decode_tokens"] = details.num_generation_tokens
+    if stats.prefix_cache_stats is not None:
+        counts["cached_tokens"] = stats.prefix_cache_stats.hits
+    if stats.connector_prefix_cache_stats is not None:
+        counts["external_tokens"] = stats.connector_prefix_cache_stats.hits
+    if drafts is not None:
+        counts["drafted_tokens"] = drafts.num_draft_tokens
+        counts["accepted_tokens"] = drafts.num_accepted_tokens
+    if iteration is not None:
+        counts["output_tokens"] = iteration.num_generation_tokens
+    return {name: count for name, count in counts.items() if count}
