@@ -67,6 +67,7 @@ from headrace_engine.serving.settings_override import AppliedOverrides, Override
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
+from headrace_engine.usage.replica_usage import ReplicaUsage
 from headrace_engine.vllm.engine import engine_facts, engine_progress, make_prefill_admission
 from headrace_engine.vllm.kv_cache import block_hasher
 from headrace_kvstore.protocol.address import base_url
@@ -145,6 +146,12 @@ class DecodeServer(PDDecodeServer):
         await self._apply_overrides()
         self._start("apply settings overrides", self._poll_overrides)
         freeze_startup_heap()
+        self._usage = ReplicaUsage(
+            self.engine.meter.usage,
+            self._llm_config.model_id,
+            serve.get_replica_context().replica_id.unique_id,
+            wiring.usage,
+        )
         engine = self.engine
         progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)
         app_with_health = EngineHealth(RecordingMiddleware(app), progress)
@@ -169,7 +176,11 @@ class DecodeServer(PDDecodeServer):
         keep_public_routes(app)
         if self._adapters is not None:
             self._adapters.attach(app)
-        add_api_layer(app, self.engine.parsers.why_no_tools, lambda: bool(self.engine.llm.errored))
+        engine = self.engine
+        add_api_layer(
+            *(app, engine.parsers.why_no_tools, lambda: bool(engine.llm.errored)),
+            book=engine.meter.usage,
+        )
         return app
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
@@ -307,6 +318,8 @@ class DecodeServer(PDDecodeServer):
                 await listener.stop(grace)
         for task in getattr(self, "_tasks", ()):
             task.cancel()
+        if (usage := getattr(self, "_usage", None)) is not None:
+            await usage.close()
         if reporting is not None:
             await reporting.close()
         if (adapters := getattr(self, "_adapters", None)) is not None:
@@ -321,12 +334,14 @@ class DecodeServer(PDDecodeServer):
     async def headrace_replica(self) -> dict[str, Any]:
         """Return the facts by which gateways choose and call this replica.
 
-        These are its load, its report stream, its routes, its techniques and its port's token.
+        These are its load, its report stream, its routes, its techniques, its usage and its port's
+        token.
         """
         own = {
             "routes": self._routes,
             "token": self._token,
             "techniques": self.engine.llm.offered_techniques,
+            "usage": self._usage.report(),
         }
         return {**self._load(), **self._reporting.info(), **own}
 
@@ -346,6 +361,10 @@ class DecodeServer(PDDecodeServer):
             "waiting": meter.waiting,
             "kv_usage": round(meter.kv_usage, 4),
         }
+
+    async def headrace_usage(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return what this replica's engine did for a request; see `ReplicaUsage.of_request`."""
+        return self._usage.of_request(request_id, tenant)
 
     async def headrace_openapi(self) -> dict[str, Any]:
         """Return the application's OpenAPI document; the first call takes seconds of work."""

@@ -14,6 +14,7 @@ from headrace_decode.planning.orchestrator import Planner
 from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.meter import EngineMeter
+from headrace_engine.usage.replica_usage import UsageExports
 from headrace_kvstore.lookup.availability import AvailableRun
 
 
@@ -76,6 +77,8 @@ class DecodeWiring:
     """Factory of a function that receives every report on drafting."""
     export_left_out: Callable[[Mapping[str, str]], None] | None = None
     """Exports the parts that the engine runs without, by name with the reasons, as a metric."""
+    usage: UsageExports | None = None
+    """Where the replica's usage goes; None for nowhere."""
     make_blending_planner: (
         Callable[[Callable[[Sequence[int], str], list[bytes]], int], BlendingPlanner] | None
     ) = None

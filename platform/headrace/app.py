@@ -32,6 +32,7 @@ from headrace.deploy.store import add_store, why_no_store
 from headrace.observability import ProcessSetup
 from headrace.observability.engine import export_left_out
 from headrace.observability.speculation import RaySpeculationMetrics
+from headrace.observability.usage import USAGE_EXPORTS
 from headrace.replica.planner import RouterPlanner
 from headrace.replica.prefill_fallback import PrefillFallback
 from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
@@ -120,6 +121,7 @@ def _deploy(
             "fallback": _prefill_fallback(pd),
             "adapters": model.adapters,
             "export_left_out": export_left_out,
+            "usage": USAGE_EXPORTS,
         },
         section.drain_s,
     )
@@ -131,6 +133,7 @@ def _deploy(
         tenants=tenants_of(own.speculation),
         drafting_metrics=RaySpeculationMetrics,
         export_left_out=export_left_out,
+        usage=USAGE_EXPORTS,
         make_blending_planner=make_blending_planner,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
         group=model.key,

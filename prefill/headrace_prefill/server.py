@@ -50,10 +50,17 @@ from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
+from headrace_engine.usage.replica_usage import ReplicaUsage, UsageExports
+from headrace_engine.usage.request_usage import tenant_of_salt
+from headrace_engine.usage.usage_book import UsageRecord
 from headrace_engine.vllm.engine import engine_facts, make_prefill_admission
 from headrace_engine.vllm.llm import lora_request
 
 logger = logging.getLogger("headrace.prefill")
+
+USAGE_WAIT_S = 0.1
+"""Longest wait of an answer for the engine's last word on what the prompt cost; it comes with the
+engine's last output."""
 
 
 class PrefillFallback(Protocol):
@@ -83,6 +90,7 @@ class PrefillServer(PDPrefillServer):
         fallback: how it answers clients while no decode replica can; None if it never does.
         adapters: the app's LoRA adapters; None if it has none.
         export_left_out: exports the parts that the engine runs without as a metric.
+        usage: where the replica's usage goes; None for nowhere.
     """
 
     _adapters: ReplicaAdapters | None = None
@@ -97,6 +105,7 @@ class PrefillServer(PDPrefillServer):
         fallback: FallbackServing | None = None,
         adapters: AdapterSettings | None = None,
         export_left_out: Callable[[Mapping[str, str]], None] | None = None,
+        usage: UsageExports | None = None,
     ):
         if setup is not None:
             setup("prefill")
@@ -116,6 +125,9 @@ class PrefillServer(PDPrefillServer):
                 # The fallback's engine class has a frontend that answers clients.
                 self.engine.llm.adapters = self._adapters.registry  # type: ignore[attr-defined]
             await self._fallback.start()
+        self._usage = ReplicaUsage(
+            *(self.engine.meter.usage, self._llm_config.model_id, self._replica_id, usage)
+        )
         self._admission = make_prefill_admission(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._kind = self.engine.kv_kind
@@ -179,19 +191,22 @@ class PrefillServer(PDPrefillServer):
         arrived = time.perf_counter()
         compute_tokens = request.compute_tokens or len(token_ids)
         self._arrived(request, len(token_ids), compute_tokens)
+        record = self._usage_record(request)
         try:
             async with (
                 self._with_adapter(request) as lora,
                 self._admission.turn(compute_tokens),
             ):
                 waited_s = time.perf_counter() - arrived
-                output = await self._compute(request, token_ids, lora)
+                output = await self._compute(request, token_ids, lora, record)
         finally:
             self._backlog.ended(request.request_id)
             self._reporting.changed()
         kv_params = (output and output.kv_transfer_params) or {}
         if output is None or not kv_params.keys() - {BLENDED_KEY}:
             raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
+        if record is not None:
+            await record.completed(USAGE_WAIT_S)
         times, cached = output.metrics, output.num_cached_tokens or 0
         logger.debug("prefilled", extra={"request_id": request.request_id})
         return PrefillResult(
@@ -206,15 +221,28 @@ class PrefillServer(PDPrefillServer):
             loads=tuple(self.engine.meter.take_loads()),
             has_media=bool(request.media),
             has_prefix_cache=bool(self.engine.vllm_config.cache_config.enable_prefix_caching),
+            usage={} if record is None else record.usage.to_dict(),
         )
 
+    def _usage_record(self, request: PrefillRequest) -> UsageRecord | None:
+        """Return a record of what a prompt costs this engine; None for the caller's own."""
+        if not request.client_id:
+            return None
+        tenant = tenant_of_salt(request.salt or "")
+        return self.engine.meter.usage.record_of(tenant, request.client_id)
+
     async def _compute(
-        self, request: PrefillRequest, token_ids: list[int], lora: Any
+        self,
+        request: PrefillRequest,
+        token_ids: list[int],
+        lora: Any,
+        record: UsageRecord | None,
     ) -> RequestOutput | None:
         """Run the prompt through the engine, which keeps its KV.
 
         Args:
             lora: vLLM's `LoRARequest`; None without an adapter.
+            record: where the engine's work is counted; None for nowhere.
         """
         prompt: Any = TokensPrompt(prompt_token_ids=token_ids)
         if request.media:
@@ -231,6 +259,8 @@ class PrefillServer(PDPrefillServer):
             detokenize=False,
             extra_args={PARAMS_KEY: produce_params(request.check, blending)},
         )
+        if record is not None:
+            self.engine.meter.usage.follow(request.request_id, record)
         # vLLM's own method: the fallback's engine class may override it for clients' requests.
         outputs = AsyncLLM.generate(
             self.engine.llm,
@@ -299,6 +329,8 @@ class PrefillServer(PDPrefillServer):
         fallback = getattr(self, "_fallback", None)
         if fallback is not None:
             await fallback.stop()
+        if (usage := getattr(self, "_usage", None)) is not None:
+            await usage.close()
         if reporting is not None:
             await reporting.close()
         tasks = (getattr(self, name, None) for name in ("_joining", "_polling", "_ready"))
@@ -325,7 +357,12 @@ class PrefillServer(PDPrefillServer):
         """Return the facts with which gateways follow this replica's reports and blocks, and those
         with which they send it clients' requests if it has a `FallbackServing`."""
         fallback = {} if self._fallback is None else self._fallback.info()
-        return {"replica_id": self._replica_id, **fallback, **self._reporting.info()}
+        own = {"replica_id": self._replica_id, "usage": self._usage.report()}
+        return {**own, **fallback, **self._reporting.info()}
+
+    async def headrace_usage(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return what this replica's engine did for a request; see `ReplicaUsage.of_request`."""
+        return self._usage.of_request(request_id, tenant)
 
     async def headrace_adapters(
         self, sources: dict[str, str], name: str | None

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_decode.apis.middleware import ApiMiddleware
 from headrace_decode.apis.request_checks import EngineAbilities
-from headrace_decode.apis.usage import USAGE, CachedTokens, RequestUsage
+from headrace_decode.apis.usage import USAGE, CachedTokens, PromptUsage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -363,7 +363,7 @@ async def test_one_prompts_usage_is_vllms(prompt: Any) -> None:
 
 
 def test_what_another_engine_computed_is_not_cached() -> None:
-    usage = RequestUsage()
+    usage = PromptUsage()
     cached, output = CachedTokens(usage), Output(1847)
     cached.limit(512)
     cached.correct(output)
@@ -373,7 +373,7 @@ def test_what_another_engine_computed_is_not_cached() -> None:
 
 
 def test_what_the_first_sample_computed_is_not_cached() -> None:
-    usage, output = RequestUsage(), Output(512)
+    usage, output = PromptUsage(), Output(512)
     states = [(256, False), (512, False), (0, True)]
     usage.samples["r"] = [
         SimpleNamespace(num_cached_tokens=tokens, is_prefilling=early) for tokens, early in states

@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from headrace_decode.apis.usage import USAGE, RequestUsage
+from headrace_decode.apis.usage import USAGE, PromptUsage
 from headrace_decode.resume import output_replay
 from headrace_decode.resume.emitted import (
     EmittedChoice,
@@ -214,7 +214,7 @@ async def test_choices_that_had_ended_are_not_added_by_any_submission(kv: str) -
 
 
 async def test_the_usage_of_a_request_knows_the_states_of_its_choices() -> None:
-    llm, usage = Frontend(Core(cached_tokens=3)), RequestUsage()
+    llm, usage = Frontend(Core(cached_tokens=3)), PromptUsage()
     USAGE.set(usage)
     assert await resume(llm, [], n=3) == dict.fromkeys(range(3), WHOLE[0])
     assert await resume(llm, [], "one") == WHOLE

@@ -17,8 +17,11 @@ import msgspec
 from headrace_decode.apis import errors, messages, request_checks, responses, usage
 from headrace_decode.apis.forced_tools import with_strict_tools
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
-from headrace_decode.apis.usage import USAGE, RequestUsage
+from headrace_decode.apis.usage import USAGE, PromptUsage
+from headrace_decode.http.internal_port import REQUEST_ID, TENANT
 from headrace_engine.asgi_body import read_body, send_whole, with_body
+from headrace_engine.usage.request_usage import HEADER
+from headrace_engine.usage.usage_book import UsageBook
 
 logger = logging.getLogger("headrace.decode")
 
@@ -28,6 +31,9 @@ LONG_BYTES = 256 * 1024
 """Size above which a body is long."""
 REST_S_A_BYTE = 20e-9
 """Rest before a pass over a long body, in seconds a byte: about as long as a pass takes."""
+USAGE_WAIT_S = 1.0
+"""Longest wait of a whole answer for the engine's last word on what the request cost. Only a request
+that the engine continues after its answer waits: one with a stop string, for one step."""
 _END = b"\n\n"
 _REQUEST_ID = b"x-request-id"
 _BEFORE_ENGINE = (b"event: response.created\n", b"event: response.in_progress\n")
@@ -41,12 +47,18 @@ class ApiMiddleware:
         app: vLLM's application.
         abilities: the abilities of the engine and the application.
         engine_died: returns whether the engine died; then a 500 is not the client's fault.
+        book: has what each request cost, for the answer's header; None without it.
     """
 
     def __init__(
-        self, app: ASGIApp, abilities: EngineAbilities, engine_died: Callable[[], bool]
+        self,
+        app: ASGIApp,
+        abilities: EngineAbilities,
+        engine_died: Callable[[], bool],
+        book: UsageBook | None = None,
     ) -> None:
         self._app, self._abilities, self._engine_died = app, abilities, engine_died
+        self._book = book
         self._long_body = asyncio.Lock()
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
@@ -71,11 +83,11 @@ class ApiMiddleware:
             scope = _named(scope, path, fields)
         scope, receive = with_body(scope, body, receive)
         await self._rest_before_pass(body)
-        counted = RequestUsage()
+        counted = PromptUsage()
         before = USAGE.set(counted)
         try:
             shaper = _AnswerShaper(
-                path, fields or RequestFields(), counted, send, self._engine_died
+                path, fields or RequestFields(), counted, send, self._engine_died, self._book
             )
             try:
                 await self._app(scope, receive, shaper.send)
@@ -108,12 +120,13 @@ class _AnswerShaper:
         self,
         path: str,
         fields: RequestFields,
-        counted: RequestUsage,
+        counted: PromptUsage,
         send: Any,
         engine_died: Callable[[], bool],
+        book: UsageBook | None,
     ) -> None:
         self._path, self._counted, self._send = path, counted, send
-        self._engine_died = engine_died
+        self._engine_died, self._book = engine_died, book
         self._only_echo = fields.echo is True and fields.max_tokens == 0
         self._corrects = self._only_echo or _are_several(fields.prompt)
         self._start: Message | None = None
@@ -180,7 +193,10 @@ class _AnswerShaper:
         if _content_type(message).startswith(b"text/event-stream"):
             self._change = self._changes.get(self._path)
             self._waiting = message
-        elif message["status"] == 200 and self._path not in self._changes:
+            return
+        if message["status"] == 200 and self._book is not None:
+            message["headers"] = [*message["headers"], *await usage_header(self._book)]
+        if message["status"] == 200 and self._path not in self._changes:
             await self._send(message)
         else:
             self._start = message
@@ -251,6 +267,17 @@ class _AnthropicErrors:
             if not message.get("more_body", False):
                 body = messages.error(self._start["status"], b"".join(self._body))
                 await send_whole(self._send, self._start, body)
+
+
+async def usage_header(book: UsageBook) -> list[tuple[bytes, bytes]]:
+    """Return the header that says what the request of this task cost; none if that is not known."""
+    request_id = REQUEST_ID.get()
+    if request_id is None:
+        return []
+    for record in book.find(request_id, TENANT.get() or ""):
+        if await record.completed(USAGE_WAIT_S):
+            return [(HEADER, record.whole().header())]
+    return []
 
 
 def _named(scope: Message, path: str, fields: RequestFields) -> Message:

@@ -14,7 +14,7 @@ from typing import Any
 _STREAMED = b"data: "
 
 
-class RequestUsage:
+class PromptUsage:
     """The cost of one request's prompts.
 
     Attributes:
@@ -55,7 +55,7 @@ class CachedTokens:
         usage: the usage of the client's request; None without such a request.
     """
 
-    def __init__(self, usage: RequestUsage | None) -> None:
+    def __init__(self, usage: PromptUsage | None) -> None:
         self._usage = usage
         self._prompt = 0 if usage is None else usage.begin()
         self._limit: int | None = None
@@ -76,11 +76,11 @@ class CachedTokens:
             self._usage.record(self._prompt, output.num_cached_tokens)
 
 
-USAGE: ContextVar[RequestUsage | None] = ContextVar("headrace_usage", default=None)
+USAGE: ContextVar[PromptUsage | None] = ContextVar("headrace_usage", default=None)
 """Usage of the client's request that this task answers; None without such a request."""
 
 
-def completion(body: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
+def completion(body: bytes, usage: PromptUsage, *, only_echo: bool) -> bytes:
     """Return a completion's document with the usage of all its prompts.
 
     Args:
@@ -101,7 +101,7 @@ def completion(body: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
     return _encoded(document)
 
 
-def completion_event(event: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
+def completion_event(event: bytes, usage: PromptUsage, *, only_echo: bool) -> bytes:
     """Return one event of a completion's stream with the usage of all its prompts."""
     if b'"usage"' not in event or not event.startswith(_STREAMED + b"{"):
         return event

@@ -17,6 +17,7 @@ from headrace_decode.planning.fanout_limiter import FANOUT, Fanout
 INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
 PLAN_HEADER = b"x-headrace-plan"
+REQUEST_ID_HEADER = b"x-request-id"
 KEYS_TARGET = "/headrace/internal/keys"
 """Path at which `headrace_decode.rendering.keys` answers."""
 GATEWAY_ONLY = {
@@ -28,6 +29,8 @@ GATEWAY_ONLY = {
 
 TENANT: ContextVar[str | None] = ContextVar("headrace_tenant", default=None)
 """Tenant of the request that this task answers; None if no API keys are configured."""
+REQUEST_ID: ContextVar[str | None] = ContextVar("headrace_request_id", default=None)
+"""The client's id of the request that this task answers; None for the replica's own requests."""
 PLAN: ContextVar[bytes | None] = ContextVar("headrace_plan", default=None)
 """The gateway's plan for the request that this task answers, as received and not checked."""
 
@@ -51,7 +54,7 @@ class InternalPort:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        token, tenant, plan = b"", None, None
+        token, tenant, plan, request_id = b"", None, None, None
         for name, value in scope["headers"]:
             if name == INTERNAL_HEADER:
                 token = value
@@ -59,6 +62,8 @@ class InternalPort:
                 tenant = value.decode("latin-1")
             elif name == PLAN_HEADER:
                 plan = value
+            elif name == REQUEST_ID_HEADER:
+                request_id = value.decode("latin-1")
         if not hmac.compare_digest(token, self._token):
             headers = [(b"content-type", b"application/json")]
             body = json.dumps({"error": GATEWAY_ONLY}).encode()
@@ -66,10 +71,11 @@ class InternalPort:
             await send({"type": "http.response.body", "body": body})
             return
         tenant_before, plan_before = TENANT.set(tenant), PLAN.set(plan)
-        prompts_before = FANOUT.set(Fanout())
+        prompts_before, id_before = FANOUT.set(Fanout()), REQUEST_ID.set(request_id)
         try:
             await self._app(scope, receive, send)
         finally:
             TENANT.reset(tenant_before)
             PLAN.reset(plan_before)
             FANOUT.reset(prompts_before)
+            REQUEST_ID.reset(id_before)

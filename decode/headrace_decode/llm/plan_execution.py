@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace_decode.apis.usage import CachedTokens
-from headrace_decode.http.internal_port import PLAN
+from headrace_decode.http.internal_port import PLAN, REQUEST_ID, TENANT
 from headrace_decode.llm.engine_request import EngineRequest
 from headrace_decode.llm.request_params import with_transfer_params
 from headrace_decode.planning.fanout_limiter import FANOUT
@@ -30,6 +30,7 @@ from headrace_engine.kv_transfer.media import encode_media, planning_tokens
 from headrace_engine.meter import EngineMeter
 from headrace_engine.prefill_admission import PrefillAdmission
 from headrace_engine.tracing import span
+from headrace_engine.usage.request_usage import usage_of_dict
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 MEDIA_TIMEOUT_S = 15.0
@@ -74,7 +75,7 @@ class PlanExecution:
         adapter = None if lora is None or adapters is None else adapters.ref_of(lora.lora_int_id)
         trace_headers = request.options.get("trace_headers")
         job = fanout.job if (fanout := FANOUT.get()) else None
-        recorder = RECORDER.get()
+        recorder, client_id, tenant = RECORDER.get(), REQUEST_ID.get(), TENANT.get() or ""
         earlier = recorder.earlier if recorder is not None and params.n == 1 else []
 
         def submit(
@@ -108,9 +109,13 @@ class PlanExecution:
                         ),
                         adapter=adapter,
                         media=media,
+                        client_id=client_id or "",
                     )
                 )
                 cached.limit(result.cached_tokens)
+                if client_id is not None:
+                    record = self.meter.usage.record_of(tenant, client_id)
+                    record.elsewhere.add(usage_of_dict(result.usage))
                 return result
 
         async def release(kv_params: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from headrace_decode.apis.usage import USAGE, CachedTokens
 from headrace_decode.attention.settings import settings_of as sparse_settings_of
 from headrace_decode.compression.engine.settings import settings_of as compression_settings_of
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
-from headrace_decode.http.internal_port import TENANT
+from headrace_decode.http.internal_port import REQUEST_ID, TENANT
 from headrace_decode.llm.engine_classes import choose_engine_classes
 from headrace_decode.llm.engine_request import EngineRequest, why_local
 from headrace_decode.llm.input_validation import why_invalid
@@ -70,6 +70,7 @@ from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
+from headrace_engine.usage.usage_book import UsageBook, UsageRecord
 from headrace_engine.vllm.llm import (
     SendRequest,
     cache_tokens,
@@ -104,6 +105,8 @@ class PlannedLLM(ResumableLLM):
 
     adapters: AdapterRegistry | None = None
     """The adapters of this replica; None if it has none."""
+    usage_book: UsageBook | None = None
+    """Records what clients' requests cost; None for an engine that does not count it."""
 
     def __init__(
         self,
@@ -375,10 +378,20 @@ class PlannedLLM(ResumableLLM):
     async def _send_to_engine(self, request: Any, send: SendRequest) -> None:
         """Send one choice of a request to the engine. Keep the state of each choice for the usage
         if there are several."""
+        record = None if request.abort_immediately else self._usage_record()
+        if record is not None and self.usage_book is not None:
+            self.usage_book.follow(request.request_id, record)
         await super()._send_to_engine(request, send)
         usage, state = USAGE.get(), request_state(self, request.request_id)
         if usage is not None and state is not None and state.parent_req is not None:
             usage.samples.setdefault(request.external_req_id, []).append(state)
+
+    def _usage_record(self) -> UsageRecord | None:
+        """Return the record of the client's request that this task answers; None without one."""
+        request_id = REQUEST_ID.get()
+        if self.usage_book is None or request_id is None:
+            return None
+        return self.usage_book.record_of(TENANT.get() or "", request_id)
 
     async def _call_workers(self, name: str, command: dict[str, Any]) -> dict[str, Any] | None:
         """Run an extension's command in all workers; return the answer of the one that drafts."""

@@ -34,6 +34,12 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
                 PlannedLLM, planning=lambda config: planning(config, self.meter)
             )
 
+    def _start_async_llm_engine(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the engine as `MeteredVLLMEngine`, and have its frontend record usage."""
+        llm = super()._start_async_llm_engine(*args, **kwargs)
+        self.llm.usage_book = self.meter.usage
+        return llm
+
     async def find_left_out(self) -> dict[str, str]:
         """Implement `MeteredVLLMEngine.find_left_out`; withdraw the techniques that the engine does
         not support."""

@@ -91,6 +91,9 @@ class PrefillRequest:
     """The LoRA adapter that the KV is made with; None for the model itself."""
     media: bytes = b""
     """The prompt's processed images, sound and video (`kv_transfer.media`); empty for text."""
+    client_id: str = ""
+    """The client's id of the request, under which the prefill replica records its usage; empty for
+    a request of the caller's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class PrefillResult:
     """Whether the prompt had images, sound or video, whose way takes a part of the call."""
     has_prefix_cache: bool = True
     """Whether the prefill engine has a prefix cache."""
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """What the prompt cost the prefill engine (`RequestUsage.to_dict`)."""
 
 
 class PrefillError(RuntimeError):

@@ -114,6 +114,9 @@ class PrefillFallback:
     async def _make(self) -> Any:
         app, engine = await self._make_app(), self._engine
         keep_public_routes(app)
-        add_api_layer(app, engine.parsers.why_no_tools, lambda: bool(engine.llm.errored))
+        add_api_layer(
+            *(app, engine.parsers.why_no_tools, lambda: bool(engine.llm.errored)),
+            book=engine.meter.usage,
+        )
         self._routes = [asdict(route) for route in public_routes(app)]
         return app
