@@ -67,7 +67,8 @@ class RequestUsage:
 
     def minus(self, other: RequestUsage) -> RequestUsage:
         """Return this usage less another one."""
-        return RequestUsage(*(mine - its for mine, its in zip(self.values(), other.values())))
+        pairs = zip(self.values(), other.values(), strict=True)
+        return RequestUsage(*(mine - its for mine, its in pairs))
 
     def copy(self) -> RequestUsage:
         """Return an equal usage."""

@@ -55,7 +55,15 @@ class _Account:
         is_admitted: whether it was in a step.
     """
 
-    __slots__ = ("earlier_tokens", "hands_over", "is_admitted", "request", "tenant", "told", "usage")
+    __slots__ = (
+        "earlier_tokens",
+        "hands_over",
+        "is_admitted",
+        "request",
+        "tenant",
+        "told",
+        "usage",
+    )
 
     def __init__(self, request: Any) -> None:
         self.request = request

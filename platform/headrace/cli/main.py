@@ -279,6 +279,35 @@ def explain(
 
 
 @app.command(rich_help_panel=LOOK)
+def usage(
+    tenant: Annotated[
+        str | None, typer.Option(help="Only this tenant. Default: all that the key may see.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    since: Annotated[
+        str,
+        typer.Option(
+            help="Begin: a time before now such as 24h or 7d, or a time (UTC) such as 2026-11-01. "
+            "The whole hour counts."
+        ),
+    ] = "24h",
+    until: Annotated[
+        str | None, typer.Option(help="End, in the same way. Default: now.", show_default=False)
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV on stdout.")] = False,
+    name: NameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what requests cost, by tenant and model: tokens and engine seconds."""
+    if as_csv and as_json:
+        raise CliError("--csv and --json exclude each other", 2)
+    from headrace.cli.show import usage as command
+
+    wanted = {"tenant": tenant, "model": model, "since": since, "until": until}
+    command.usage(name, wanted, as_csv=as_csv, as_json=as_json)
+
+
+@app.command(rich_help_panel=LOOK)
 def chat(
     message: Annotated[
         str | None, typer.Argument(help="Question to ask. Without it, a conversation starts.")

@@ -16,6 +16,7 @@ from headrace.config.key_file import HASH, NAME, ModelName
 from headrace.config.models import MAX_MODELS
 from headrace.config.section import Resources, Section
 from headrace.config.tls_files import TlsFiles
+from headrace.config.usage import UsageSettings
 
 _HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _ORIGIN = re.compile(r"https?://[^/\s]+")
@@ -258,6 +259,9 @@ class GatewaySettings(Section):
     batches: BatchSettings = Field(
         default_factory=BatchSettings,
         description="Batches of requests, which fill what other requests leave.",
+    )
+    usage: UsageSettings = Field(
+        default_factory=UsageSettings, description="What requests cost, by tenant and model."
     )
 
     @field_validator("aliases", mode="before")

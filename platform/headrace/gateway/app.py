@@ -58,6 +58,8 @@ from headrace.gateway.relay.request_history import RequestHistory
 from headrace.gateway.relayed_routes import RelayedRoutes
 from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace.gateway.upstream import Upstream
+from headrace.gateway.usage.ledger import UsageLedger
+from headrace.gateway.usage.routes import UsageRoutes
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.loop_stall import LoopStall
 
@@ -76,6 +78,7 @@ def build_gateway_app(
     *,
     batches: BatchState | None = None,
     adapters: AdapterSettings | None = None,
+    usage: UsageLedger | None = None,
 ) -> GatewayApp:
     """Return the gateway of an app that serves one model.
 
@@ -88,13 +91,16 @@ def build_gateway_app(
         conversations: keeps responses and conversations; None to keep none.
         batches: keeps files and batches; None for a gateway without them.
         adapters: the configured LoRA adapters; None for an app without adapters.
+        usage: the ledger of what requests cost; None for none.
 
     Raises:
         ValueError: the key file cannot be used.
     """
     source = ModelSource(model_id, backend, make_placer, adapters)
     return GatewayApp(
-        *(settings, backend, [source], metrics or NoMetrics(), conversations), batches=batches
+        *(settings, backend, [source], metrics or NoMetrics(), conversations),
+        batches=batches,
+        usage=usage,
     )
 
 
@@ -119,6 +125,7 @@ class GatewayApp:
         metrics: receives the gateway's metrics.
         conversations: keeps responses and conversations; None to keep none.
         batches: keeps files and batches; None for a gateway without them.
+        usage: the ledger of what requests cost; None for none.
 
     Raises:
         ValueError: the key file cannot be used.
@@ -133,8 +140,10 @@ class GatewayApp:
         conversations: ConversationState | None = None,
         *,
         batches: BatchState | None = None,
+        usage: UsageLedger | None = None,
     ) -> None:
-        self.settings, self._conversations, self._batches = settings, conversations, batches
+        self.settings, self._conversations = settings, conversations
+        self._batches, self._usage = batches, usage
         self._sources = tuple(models)
         self._names = names = ModelNames(
             tuple(model.model_id for model in models),
@@ -184,6 +193,8 @@ class GatewayApp:
                 self._conversations.start()
             if parts.batches is not None:
                 parts.batches.start()
+            if self._usage is not None:
+                self._usage.start()
 
     def _make_parts(self) -> GatewayParts:
         settings, metrics = self.settings, self._metrics
@@ -227,6 +238,9 @@ class GatewayApp:
             *(self._admin, self._corpora, self._adapters, self.body_reader),
             relayed=relayed,
             models=models,
+            usage=UsageRoutes(
+                self._usage, [source.backend for source in self._sources], self.body_reader
+            ),
             conversations=routes,
             batches=None if batches is None else batches.routes,
         )
@@ -247,6 +261,8 @@ class GatewayApp:
             await parts.upstream.aclose()
             if self._conversations is not None:
                 await self._conversations.aclose()
+            if self._usage is not None:
+                await self._usage.aclose()
 
     # State
 

@@ -84,6 +84,14 @@ class ModelBackend(Protocol):
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """Return the plan made for a request, or None when it is unknown or was dropped."""
 
+    async def usage(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return what each replica's engine did for a request (`ReplicaUsage.of_request`).
+
+        Args:
+            tenant: whose request; None for any tenant's.
+        """
+        return []
+
     async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
         """Make a prompt's KV and have it stored; return the answer of each decode replica."""
 

@@ -27,6 +27,7 @@ from headrace.gateway.models.model_table import ModelTable
 from headrace.gateway.openapi import METRICS, MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relayed_routes import RelayedRoutes
 from headrace.gateway.request_context import RequestContext
+from headrace.gateway.usage.routes import UsageRoutes
 from headrace.observability.metrics_filter import filter_metrics, wanted_names
 
 OURS = "/headrace/"
@@ -68,6 +69,7 @@ class BuiltinRoutes:
         body_reader: reads bodies.
         relayed: counts the gateway's own requests to replicas, and admits them.
         models: the models.
+        usage: the routes of usage.
         conversations: the routes of kept responses and conversations; None if none are kept.
         batches: the routes of files and batches; None if there are none.
     """
@@ -81,11 +83,13 @@ class BuiltinRoutes:
         *,
         relayed: RelayedRoutes,
         models: ModelTable,
+        usage: UsageRoutes,
         conversations: ConversationRoutes | None = None,
         batches: BatchRoutes | None = None,
     ) -> None:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
         self._relayed, self._models = relayed, models
+        self._usage = usage
         self._stateful = [routes for routes in (conversations, batches) if routes is not None]
         self._model_list = ModelList(models, MODELS)
         self._handlers: dict[str, Handler] = {
@@ -105,6 +109,8 @@ class BuiltinRoutes:
             return handler
         if path.startswith(CORPORA + "/"):
             return self._corpus
+        if self._usage.has(path):
+            return self._usage.handle
         if path.startswith(OURS) or self._admin.find(path) is not None:
             return self._document
         if path == MODELS:
@@ -120,7 +126,12 @@ class BuiltinRoutes:
 
     def has(self, path: str) -> bool:
         """Return whether a path exists, at the gateway or at the replicas."""
-        if path in self._handlers or self._admin.find(path) is not None or console_file(path):
+        if (
+            path in self._handlers
+            or self._usage.has(path)
+            or self._admin.find(path) is not None
+            or console_file(path)
+        ):
             return True
         ours = any(routes.has(path) for routes in self._stateful)
         return ours or bool(self._models.routes.at(path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from headrace.gateway.placement.placer import Placer
 from headrace.gateway.serve_backend.app_backend import ServeBackend
 from headrace.gateway.serve_backend.gateways import Gateways
 from headrace.gateway.serve_backend.model_backend import ModelDeployments, ServeModelBackend
+from headrace.gateway.usage.setup import make_ledger
 from headrace.observability.metrics import RayGatewayMetrics
 from headrace_engine.ray.serve import (
     add_cluster_value,
@@ -90,14 +91,17 @@ class GatewayServer:
         setup("gateway")
         app = serve.get_replica_context().app_name
         gateways = Gateways()
-        backends = [
-            ServeModelBackend(model, gateways, partial(self._is_wanted, model.model_id))
-            for model in models
-        ]
         places = (
             lambda: folder_of(session_folder(), app),
             partial(add_cluster_value, prefix(app) + SECRET),
         )
+        self._usage = make_ledger(settings, places[0], state.object_options)
+        backends = [
+            ServeModelBackend(
+                *(model, gateways, partial(self._is_wanted, model.model_id)), self._take_usage
+            )
+            for model in models
+        ]
         self._app = GatewayApp(
             settings,
             ServeBackend(backends, gateways, store),
@@ -112,6 +116,7 @@ class GatewayServer:
             RayGatewayMetrics(),
             state.make(*places),
             batches=make_batch_state(state, settings.batches, *places),
+            usage=self._usage,
         )
         loop = asyncio.get_running_loop()
 
@@ -140,6 +145,14 @@ class GatewayServer:
     def _is_wanted(self, model_id: str) -> bool:
         return self._app.is_wanted(model_id)
 
+    def _take_usage(self, report: Mapping[str, Any]) -> None:
+        if self._usage is not None:
+            self._usage.take(report)
+
+    async def headrace_take_usage(self, report: dict[str, Any]) -> None:
+        """Take the last usage of a replica that stops."""
+        self._take_usage(report)
+
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI app that Serve's proxy calls."""
         return ServeLifespanFilter(self._requests)
@@ -165,8 +178,8 @@ class GatewayServer:
 
 
 def _remove_leftovers() -> None:
-    """Delete the app's overrides, its secret and its conversations in the session's folder, if the
-    app is being deleted. Blocks."""
+    """Delete the app's overrides and its secret, and its conversations and usage in the session's
+    folder, if the app is being deleted. Blocks."""
     app = serve.get_replica_context().app_name
     status = serve.status().applications.get(app)
     if status is not None and status.status == ApplicationStatus.DELETING:

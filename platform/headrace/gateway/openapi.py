@@ -25,6 +25,7 @@ from headrace.gateway.conversations.routes import (
     ConversationUpdate,
 )
 from headrace.gateway.corpora import CORPORA, CorpusPart
+from headrace.gateway.usage.routes import FIELDS, USAGE
 from headrace_decode.http.public_routes import Route
 
 Schema = dict[str, Any]
@@ -45,8 +46,8 @@ _ERRORS = {
     401: "The API key is missing or wrong.",
     403: "It takes a key with the role admin or, without keys, a client on the gateway's machine; "
     "or the request's `Host` is no name of the endpoint.",
-    404: "There is no such route, model, plan, corpus, response, conversation, item, file or "
-    "batch.",
+    404: "There is no such route, model, plan, usage, corpus, response, conversation, item, file "
+    "or batch.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
     409: "No replica drafts from a memory, or all refuse; the message says what to set. Or the "
@@ -144,6 +145,20 @@ OPERATIONS = (
         HISTORY,
         "This gateway's requests, errors, tokens, TTFT and time per output token over time.",
         (401, 403, 405, 429, 500, 504),
+    ),
+    Operation(
+        "GET",
+        USAGE,
+        "What requests cost, by tenant and model, in whole hours; a key that is no administrator's "
+        "sees its tenant's. `since` and `until`: like 2026-11-01, 24h or Unix seconds.",
+        (400, 401, 403, 404, 405, 429, 500, 503, 504),
+        query=FIELDS,
+    ),
+    Operation(
+        "GET",
+        USAGE + "/{request_id}",
+        "What one of the last requests cost, in all and at each replica.",
+        (401, 403, 404, 405, 429, 500, 504),
     ),
     Operation("GET", "/console", "The web console.", (404, 405), answer="text/html"),
     Operation(

@@ -22,8 +22,7 @@ class RayUsageMetrics:
     def __init__(self) -> None:
         self._usage = TotalCounter(
             "headrace_usage",
-            "What requests cost the engines, by quantity: tokens, requests, and engine_s, which are "
-            "seconds. The tenant is empty without keys.",
+            "What requests cost the engines, by quantity: requests, tokens, and seconds (engine_s).",
             tag_keys=("tenant", "model", "quantity"),
         )
 

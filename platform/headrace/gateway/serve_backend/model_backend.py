@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class ServeModelBackend:
         model: the model's deployments.
         gateways: the app's gateways.
         is_wanted: returns whether requests wait for a replica.
+        on_usage: called with the usage of each replica, about once a second.
     """
 
     def __init__(
@@ -65,11 +66,12 @@ class ServeModelBackend:
         model: ModelDeployments,
         gateways: Gateways,
         is_wanted: Callable[[], bool] = lambda: False,
+        on_usage: Callable[[Mapping[str, Any]], None] = lambda report: None,
     ) -> None:
         self.model_id = model.model_id
         self.starts_on_demand = model.starts_on_demand
         self._decode, self._prefill = model.decode, model.prefill
-        self._gateways, self._is_wanted = gateways, is_wanted
+        self._gateways, self._is_wanted, self._on_usage = gateways, is_wanted, on_usage
         self._wake_call: DeploymentResponse[Any] | None = None
         kept: Any = (
             serve.get_replica_context().app_name,
@@ -92,6 +94,9 @@ class ServeModelBackend:
             self._wake_deployment()
             answers = []
         answers += await broadcast(self._prefill, "headrace_replica")
+        for answer in answers:
+            if "usage" in answer:
+                self._on_usage(answer["usage"])
         return [ReplicaInfo.of(answer) for answer in answers if answer.get("url")]
 
     async def endpoints(self) -> dict[str, EndpointInfo]:
@@ -139,6 +144,16 @@ class ServeModelBackend:
             if found is not None:
                 return dict(found)
         return None
+
+    async def usage(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Return what each replica's engine did for a request; the prefill replicas', too."""
+        answers = await asyncio.gather(
+            *(
+                broadcast(handle, "headrace_usage", request_id, tenant)
+                for handle in (self._decode, self._prefill)
+            )
+        )
+        return [part for each in answers for parts in each for part in parts]
 
     async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
         """Have every decode replica make the prompt's KV; replicas of one machine share it."""

@@ -1,0 +1,1 @@
+"""Usage that can be billed: the durable ledger of the replicas' totals, and its routes."""
