@@ -33,8 +33,7 @@ from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import worker
 from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
-from headrace_engine.vllm.scheduler import replace_as
-from headrace_engine.vllm.scheduling import final_tokens, requests_gone
+from headrace_engine.vllm.scheduling import final_tokens, replace_as, requests_gone
 from tests.support.contracts import assert_takes
 
 MANAGER = module.__file__

@@ -35,7 +35,7 @@ from headrace_decode.attention.offload.scheduler import (
 from headrace_decode.attention.settings import SparseSettings
 from headrace_engine.extensions.extension import metadata_of
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
-from headrace_engine.vllm.scheduler import replace_as
+from headrace_engine.vllm.scheduling import replace_as
 from headrace_kvstore.identity.salts import is_isolated
 from tests.support.tiny import tiny_llama
 

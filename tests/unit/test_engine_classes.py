@@ -12,7 +12,7 @@ from headrace_decode.llm.engine_classes import choose_engine_classes
 from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS, EXTENSIBLE_WORKER
 from headrace_engine.extensions.scheduler import SchedulerWithExtensions
 from headrace_engine.extensions.worker import WorkerWithExtensions
-from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
+from headrace_engine.vllm.scheduling import AsyncScheduler, Scheduler
 
 VLLMS = "vllm.v1.worker.cpu_worker.CPUWorker"
 

@@ -33,6 +33,8 @@ NAMES = [
 class Vllms:
     """Stands for vLLM's scheduler and for its worker."""
 
+    log_stats = False
+
     def __init__(self, log: list[str]) -> None:
         self.log = log
 

@@ -43,6 +43,7 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
             "proof_seconds": {},
         },
         "store": {},
+        "usage": {"total": {}, "step_s": 0.0, "vllm": {}},
     }
     json.dumps(meter.snapshot())
 
@@ -118,6 +119,10 @@ def scheduler_stats(**changes: Any) -> SimpleNamespace:
         "kv_cache_usage": 0.5,
         "iteration_details": None,
         "kv_connector_stats": None,
+        "ec_connector_stats": None,
+        "prefix_cache_stats": None,
+        "connector_prefix_cache_stats": None,
+        "spec_decoding_stats": None,
     }
     return SimpleNamespace(**{**values, **changes})
 

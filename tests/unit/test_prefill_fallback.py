@@ -16,10 +16,11 @@ from headrace.replica.prefill_fallback import PrefillFallback
 from headrace_decode.http.internal_port import INTERNAL_HEADER
 from headrace_decode.http.public_routes import Route
 from headrace_engine.serving.parsers import Parsers
+from headrace_engine.usage.usage_book import UsageBook
 
 
 def engine() -> Any:
-    meter = SimpleNamespace(steps_total=0, running=2, waiting=1)
+    meter = SimpleNamespace(steps_total=0, running=2, waiting=1, usage=UsageBook())
     llm = SimpleNamespace(errored=False, offered_techniques="")
     parsers = Parsers("hermes", None)
     return SimpleNamespace(meter=meter, llm=llm, parsers=parsers, vllm_config=None)

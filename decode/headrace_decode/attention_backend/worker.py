@@ -48,8 +48,13 @@ from headrace_engine.vllm.attention.layers import (
 )
 from headrace_engine.vllm.platforms import runs_on_cuda
 from headrace_engine.vllm.rotary_embedding import rope_of_model
-from headrace_engine.vllm.scheduler import FullAttentionSpec, replace_as
-from headrace_engine.vllm.scheduling import final_tokens, requests_gone, requests_moved
+from headrace_engine.vllm.scheduling import (
+    FullAttentionSpec,
+    final_tokens,
+    replace_as,
+    requests_gone,
+    requests_moved,
+)
 from headrace_engine.vllm.worker import FollowedRows, RunnerRows, union_over_ranks
 
 if TYPE_CHECKING:

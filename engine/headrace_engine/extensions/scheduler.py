@@ -12,7 +12,7 @@ from headrace_engine.extensions.extension import (
 )
 from headrace_engine.usage.scheduler_usage import Row, SchedulerUsage
 from headrace_engine.vllm.resumed_requests import GrammarWatch
-from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
+from headrace_engine.vllm.scheduling import AsyncScheduler, Scheduler
 from headrace_engine.vllm.usage_stats import UsageWatch
 
 Part = TypeVar("Part", bound=SchedulerPart)
@@ -22,15 +22,14 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
     """Mixin that precedes a scheduler of vLLM among the bases.
 
     Attributes:
-        parts: the parts of the extensions that the engine uses, and `usage`.
-        usage: counts what each request costs. It belongs to every engine.
+        parts: the parts of the extensions that the engine uses.
+        usage: counts what each request costs, in every engine.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parts = [part for each in installed_extensions() for part in each.scheduler(self)]
         self.usage = SchedulerUsage(self)
-        self.parts.append(self.usage)
         before, after = self.parts, self.parts[::-1]
         self._before_add = overridden(before, SchedulerPart.before_add)
         self._after_add = overridden(after, SchedulerPart.after_add)
@@ -49,6 +48,7 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
         for each in self._before_add:
             each(request)
         super().add_request(request)  # type: ignore[misc]
+        self.usage.after_add(request)
         for each in self._after_add:
             each(request)
 
@@ -57,6 +57,7 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
         for each in self._before_schedule:
             each()
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.usage.after_schedule(step)
         if self._after_schedule:
             metadata: dict[str, Any] = {}
             for each in self._after_schedule:
@@ -68,6 +69,7 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Process a step's output like vLLM, with what the extensions read in it."""
+        self.usage.before_update(scheduler_output, model_runner_output)
         for each in self._before_update:
             each(scheduler_output, model_runner_output)
         found = super().update_from_output(  # type: ignore[misc]

@@ -68,11 +68,11 @@ class RequestUsage:
     def minus(self, other: RequestUsage) -> RequestUsage:
         """Return this usage less another one."""
         pairs = zip(self.values(), other.values(), strict=True)
-        return RequestUsage(*(mine - its for mine, its in pairs))
+        return usage_of_values([mine - its for mine, its in pairs])
 
     def copy(self) -> RequestUsage:
         """Return an equal usage."""
-        return RequestUsage(*self.values())
+        return usage_of_values(self.values())
 
     def values(self) -> list[float]:
         """Return the quantities in the order of `NAMES`."""

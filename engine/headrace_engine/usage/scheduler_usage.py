@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from headrace_engine.extensions.extension import SchedulerPart
 from headrace_engine.usage.request_usage import RequestUsage, tenant_of_salt
 
 INTERVAL_S = 0.5
@@ -83,8 +82,8 @@ class _Account:
             usage.requests, usage.prompt_tokens = 1, self.request.num_prompt_tokens
 
 
-class SchedulerUsage(SchedulerPart):
-    """The usage of a scheduler's requests.
+class SchedulerUsage:
+    """The usage of a scheduler's requests. Without vLLM's statistics nothing is counted.
 
     Args:
         scheduler: vLLM's.
@@ -96,6 +95,7 @@ class SchedulerUsage(SchedulerPart):
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler, self._clock = scheduler, clock
+        self._is_on = bool(scheduler.log_stats)
         self._accounts: dict[str, _Account] = {}
         self._steps: deque[_Step] = deque()
         self._ended: dict[str, None] = {}
@@ -104,11 +104,17 @@ class SchedulerUsage(SchedulerPart):
 
     def after_add(self, request: Any) -> None:
         """Begin to count a new request."""
-        if request.request_id not in self._accounts and self._scheduler.log_stats:
+        if self._is_on and request.request_id not in self._accounts:
             self._accounts[request.request_id] = _Account(request)
 
-    def after_schedule(self, step: Any, metadata: dict[str, Any]) -> None:
-        """Count the KV that new requests of a step need not compute."""
+    def after_schedule(self, step: Any) -> None:
+        """Count the KV that new requests of a step need not compute.
+
+        Args:
+            step: vLLM's `SchedulerOutput`.
+        """
+        if not self._is_on:
+            return
         self._steps.append(_Step(self._clock(), step.num_scheduled_tokens))
         for new in step.scheduled_new_reqs:
             account = self._accounts.get(new.req_id)
@@ -117,7 +123,13 @@ class SchedulerUsage(SchedulerPart):
                 self._count_found(account, new.num_computed_tokens)
 
     def before_update(self, step: Any, output: Any) -> None:
-        """Count a step's tokens and seconds, now that its output is there."""
+        """Count a step's tokens and seconds, now that its output is there.
+
+        Args:
+            step: vLLM's `SchedulerOutput`. output: vLLM's `ModelRunnerOutput`.
+        """
+        if not self._is_on:
+            return
         now_s = self._clock()
         scheduled_s, rows = self._steps.popleft()
         seconds = now_s - max(scheduled_s, self._last_output_s)
@@ -148,7 +160,8 @@ class SchedulerUsage(SchedulerPart):
 
     def on_end(self, request_id: str) -> None:
         """Handle the end of a request."""
-        self._ended[request_id] = None
+        if self._is_on:
+            self._ended[request_id] = None
 
     def rows(self) -> list[Row]:
         """Return what the frontend has not been told: of requests that ended, and every

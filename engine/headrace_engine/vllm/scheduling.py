@@ -1,4 +1,5 @@
-"""vLLM's scheduler: its waiting requests, and the messages to and from its workers.
+"""vLLM's schedulers: their classes, their KV blocks, their waiting requests, and the messages to
+and from their workers.
 
 `tests/unit/test_contracts_sparse.py` and `test_contracts_compression.py` pin what is used here.
 """
@@ -8,11 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-__all__ = ["AsyncModelRunnerOutput", "Request", "RequestStatus"]
+__all__ = [
+    "AsyncModelRunnerOutput",
+    "AsyncScheduler",
+    "BlockHash",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "Request",
+    "RequestStatus",
+    "Scheduler",
+    "make_block_hash_with_group_id",
+    "register_kv_cache_spec",
+    "replace_as",
+]
 
 _READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
@@ -62,3 +81,12 @@ def final_tokens(step: Any) -> dict[str, tuple[int, int]]:
         name: (before[name], before[name] + count - len(drafts.get(name, ())))
         for name, count in step.num_scheduled_tokens.items()
     }
+
+
+def name_block(pool: Any, name: Any, block: Any, tokens: int) -> None:
+    """Make a block of vLLM's pool findable under a name.
+
+    Args:
+        name: from `make_block_hash_with_group_id`. tokens: number of tokens that it holds.
+    """
+    pool._insert_block_hash(name, block, num_tokens=tokens)

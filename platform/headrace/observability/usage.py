@@ -22,7 +22,7 @@ class RayUsageMetrics:
     def __init__(self) -> None:
         self._usage = TotalCounter(
             "headrace_usage",
-            "What requests cost the engines, by quantity: requests, tokens, and seconds (engine_s).",
+            "What requests cost the engines: requests, tokens and seconds, by quantity.",
             tag_keys=("tenant", "model", "quantity"),
         )
 

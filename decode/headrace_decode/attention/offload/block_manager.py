@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace_decode.attention.offload.footprint import Footprint, footprint
 from headrace_decode.attention.offload.ledger import Ledger, cold_blocks
-from headrace_engine.vllm.scheduler import (
+from headrace_engine.vllm.scheduling import (
     BlockHash,
     FullAttentionManager,
     FullAttentionSpec,

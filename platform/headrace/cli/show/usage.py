@@ -88,9 +88,4 @@ def write_csv(rows: Sequence[Mapping[str, Any]]) -> None:
     """Write CSV with a header to stdout, with the quantities' names in the REST document."""
     writer = csv.DictWriter(sys.stdout, ["tenant", "model", *COLUMNS], extrasaction="ignore")
     writer.writeheader()
-    writer.writerows({**row, "tenant": _cell(row["tenant"])} for row in rows)
-
-
-def _cell(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+    writer.writerows(rows)
