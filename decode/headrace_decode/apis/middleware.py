@@ -32,8 +32,8 @@ LONG_BYTES = 256 * 1024
 REST_S_A_BYTE = 20e-9
 """Rest before a pass over a long body, in seconds a byte: about as long as a pass takes."""
 USAGE_WAIT_S = 1.0
-"""Longest wait of a whole answer until the engine has said what the request cost. It waits at all if
-the engine continues the request for a step, such as one with a stop string."""
+"""Longest wait of a whole answer until the engine has said what the request cost. It waits at all
+if the engine continues the request for a step, such as one with a stop string."""
 _END = b"\n\n"
 _REQUEST_ID = b"x-request-id"
 _BEFORE_ENGINE = (b"event: response.created\n", b"event: response.in_progress\n")
