@@ -43,7 +43,7 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
             "proof_seconds": {},
         },
         "store": {},
-        "usage": {"total": {}, "step_s": 0.0, "vllm": {}},
+        "usage": {"total": {}, "without_tenant": {}, "step_s": 0.0, "vllm": {}},
     }
     json.dumps(meter.snapshot())
 

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from headrace_engine.usage.request_usage import RequestUsage, usage_of_values
@@ -40,7 +41,7 @@ class UsageRecord:
     def __init__(self, tenant: str, request_id: str) -> None:
         self.tenant, self.request_id = tenant, request_id
         self.usage, self.elsewhere = RequestUsage(), RequestUsage()
-        self._running: set[str] = set()
+        self._running = 0
         self._waiting: asyncio.Event | None = None
 
     @property
@@ -54,13 +55,13 @@ class UsageRecord:
         found.add(self.elsewhere)
         return found
 
-    def begin(self, engine_id: str) -> None:
+    def begin(self) -> None:
         """Record a request to the engine."""
-        self._running.add(engine_id)
+        self._running += 1
 
-    def end(self, engine_id: str) -> None:
-        """Record the end of a request to the engine."""
-        self._running.discard(engine_id)
+    def end(self, count: int = 1) -> None:
+        """Record the end of requests to the engine."""
+        self._running -= count
         if self.is_complete and self._waiting is not None:
             self._waiting.set()
 
@@ -74,6 +75,14 @@ class UsageRecord:
             except TimeoutError:
                 pass
         return self.is_complete
+
+
+@dataclass(slots=True)
+class _Followed:
+    """Requests to the engine under one id, which count for the same client's request."""
+
+    record: UsageRecord
+    count: int = 0
 
 
 class UsageBook:
@@ -90,7 +99,7 @@ class UsageBook:
         self.totals: dict[str, RequestUsage] = {}
         self.counters: dict[str, float] = {}
         self._records: OrderedDict[tuple[str, str], UsageRecord] = OrderedDict()
-        self._followed: OrderedDict[str, UsageRecord] = OrderedDict()
+        self._followed: OrderedDict[str, _Followed] = OrderedDict()
         self.has_reports = False
         self.restart()
 
@@ -130,16 +139,12 @@ class UsageBook:
         """
         if not self.has_reports:
             return
-        record.begin(engine_id)
-        self._followed[engine_id] = record
+        record.begin()
+        followed = self._followed.setdefault(engine_id, _Followed(record))
+        followed.count += 1
         while len(self._followed) > MAX_RECORDS:
-            lost, of = self._followed.popitem(last=False)
-            of.end(lost)
-
-    def unfollow(self, engine_id: str) -> None:
-        """Stop following a request that the engine did not get."""
-        if (record := self._followed.pop(engine_id, None)) is not None:
-            record.end(engine_id)
+            _, lost = self._followed.popitem(last=False)
+            lost.record.end(lost.count)
 
     def add(self, rows: Iterable[Row], step_s: float) -> None:
         """Add what the engine reports.
@@ -153,13 +158,15 @@ class UsageBook:
             growth = usage_of_values(values)
             self._total(tenant).add(growth)
             name = engine_id if engine_id in self._followed else engine_id.rpartition("-")[0]
-            record = self._followed.get(name)
-            if record is None:
+            followed = self._followed.get(name)
+            if followed is None:
                 continue
-            record.usage.add(growth)
+            followed.record.usage.add(growth)
             if has_ended:
-                del self._followed[name]
-                record.end(name)
+                followed.record.end()
+                followed.count -= 1
+                if not followed.count:
+                    del self._followed[name]
 
     def count(self, **growth: float) -> None:
         """Add to what vLLM itself counts."""
@@ -173,11 +180,18 @@ class UsageBook:
         return {"since_s": self.since_s, "tenants": tenants}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what a status page shows: the sum over the tenants, and what it must equal."""
+        """Return what a status page shows: the sum over the tenants, the part without a tenant, and
+        what the sum must equal."""
         total = RequestUsage()
         for usage in self.totals.values():
             total.add(usage)
-        return {"total": total.to_dict(), "step_s": self.step_s, "vllm": dict(self.counters)}
+        own = self.totals.get("", RequestUsage())
+        return {
+            "total": total.to_dict(),
+            "without_tenant": own.to_dict(),
+            "step_s": self.step_s,
+            "vllm": dict(self.counters),
+        }
 
     def _total(self, tenant: str) -> RequestUsage:
         if tenant not in self.totals and len(self.totals) >= MAX_TENANTS:
