@@ -19,8 +19,9 @@ When all is idle, these must be equal; each pair that is not counts one:
     mismatch.ledger       the ledger and the replicas' totals; of a killed replica, which cannot be
                           asked, the ledger must have at least the requests that had ended
 
-Of requests whose replica was killed, the second replica's part is counted. The first one's part is
-in the ledger, except for the last second before the kill.
+The usage of a request by its id lacks the parts of replicas that are gone, so requests that a killed
+replica answered, in part or whole, are not compared one by one. Their usage is in the ledger, except
+for the last second before the kill.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Sent:
     status: int = 0
     usage: Mapping[str, Any] | None = None
     header: str | None = None
+    replica: str = ""
     streamed: bool = False
 
 
@@ -136,6 +138,7 @@ class Load:
                     return
                 sent.status, seen = answer.status_code, 0
                 sent.header = answer.headers.get("x-headrace-usage")
+                sent.replica = answer.headers.get("x-headrace-replica", "")
                 whole = b""
                 async for chunk in answer.aiter_bytes():
                     whole, seen = whole + chunk, seen + 1
@@ -293,6 +296,8 @@ def compare(admin: Admin, load: Load, killed: list[str]) -> dict[str, float]:
             if part["tenant"] != sent.tenant:
                 differs("requests", f"{sent.request_id}: tenant {part['tenant']}", 0, 1)
             by_replica.setdefault(part["replica_id"], Counter()).update(part["usage"])
+        if sent.replica in killed:
+            continue
         if sent.usage and not sent.aborted and sent.status == 200:
             got = document["usage"]
             if got["requests"] == 1 and not resumed:

@@ -124,6 +124,7 @@ class FakeCluster:
     elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
     starts_on_demand: bool = False
     added: dict[str, str] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
@@ -168,6 +169,9 @@ class FakeCluster:
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": request_id, "kind": "local"} if request_id == "known" else None
 
+    async def usage(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        return [each for each in self.parts if tenant in (None, each["tenant"])]
+
     async def admitted(self) -> dict[str, dict[str, float]]:
         return self.elsewhere
 
@@ -200,6 +204,7 @@ async def gateway_over(
     make_placer: Any = None,
     state: Any = None,
     batch_state: Any = None,
+    usage: Any = None,
     has_adapters: bool = False,
     **options: Any,
 ) -> AsyncIterator[Bench]:
@@ -214,6 +219,7 @@ async def gateway_over(
         conversations=state,
         batches=batch_state,
         adapters=AdapterSettings(MODEL) if has_adapters else None,
+        usage=usage,
     )
     gateway = await serve_gateway(
         *(app, "127.0.0.1", 0),
