@@ -19,9 +19,9 @@ When all is idle, these must be equal; each pair that is not counts one:
     mismatch.ledger       the ledger and the replicas' totals; of a killed replica, which cannot be
                           asked, the ledger must have at least the requests that had ended
 
-The usage of a request by its id lacks the parts of replicas that are gone, so requests that a killed
-replica answered, in part or whole, are not compared one by one. Their usage is in the ledger, except
-for the last second before the kill.
+The usage of a request by its id lacks the parts of replicas that are gone, so requests whose answer
+a killed replica began are not compared one by one. The ledger has their usage, except for the last
+second before the kill.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ def main() -> int:
         settings = [
             *("prefill.replicas=1", "decode.replicas=2", f"gateway.api_keys_file={file}"),
             *("gateway.request_timeout_s=600", "model.max_model_len=2048"),
+            *("speculation.enabled=true", "speculation.mode=static:3"),
         ]
         with running_instance("usage", model, settings) as instance:
             figures = measure(

@@ -80,13 +80,11 @@ def test_the_sum_over_requests_is_what_the_steps_did(
     by_request: dict[str, RequestUsage] = {}
 
     def tell() -> None:
-        rows = usage.rows()
-        seconds, usage.seconds = usage.seconds, 0.0
-        book.add(rows, seconds)
-        for name, _, has_ended, values in rows:
-            by_request.setdefault(name, RequestUsage()).add(usage_of_values(values))
-            if has_ended:
-                ended.append(name)
+        news = usage.news()
+        book.add(news)
+        for name, _, values in news.ended:
+            by_request[name] = usage_of_values(values)
+            ended.append(name)
 
     def finish(name: str) -> None:
         request = scheduler.requests.pop(name, None)

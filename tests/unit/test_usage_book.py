@@ -13,26 +13,38 @@ from headrace_engine.usage.request_usage import (
     tenant_of_salt,
     usage_of_dict,
 )
-from headrace_engine.usage.scheduler_usage import Row
+from headrace_engine.usage.scheduler_usage import UsageNews
 from headrace_engine.usage.usage_book import MAX_TENANTS, OTHERS, UsageBook
 from headrace_kvstore.identity.salts import isolated_salt, tenant_salt
 
 
-def row(name: str, tenant: str = "shop", *, ended: bool = False, **growth: float) -> Row:
-    return name, tenant, ended, RequestUsage(**growth).values()  # type: ignore[arg-type]
+def values(**quantities: float) -> list[float]:
+    return RequestUsage(**quantities).values()  # type: ignore[arg-type]
+
+
+def grown(tenant: str = "shop", step_s: float = 0.0, **quantities: float) -> UsageNews:
+    """A tenant's sum has grown."""
+    return UsageNews({tenant: values(**quantities)}, [], step_s)
+
+
+def ended(name: str, tenant: str = "shop", **quantities: float) -> UsageNews:
+    """A request has ended, and its tenant's sum has grown by all of it."""
+    cost = values(**quantities)
+    return UsageNews({tenant: cost}, [(name, tenant, cost)], 0.0)
 
 
 @pytest.fixture
 def book() -> UsageBook:
     """Of a replica whose engine reports."""
     made = UsageBook()
-    made.add([], 0.0)
+    made.add(UsageNews({}, [], 0.0))
     return made
 
 
 def test_totals_are_sums_by_tenant(book: UsageBook) -> None:
-    book.add([row("a", computed_tokens=5), row("b", "bank", computed_tokens=7)], 1.0)
-    book.add([row("a", ended=True, computed_tokens=1, engine_s=0.5)], 0.5)
+    book.add(grown("shop", 1.0, computed_tokens=5))
+    book.add(grown("bank", computed_tokens=7))
+    book.add(grown("shop", 0.5, computed_tokens=1, engine_s=0.5))
     assert book.totals["shop"] == RequestUsage(computed_tokens=6, engine_s=0.5)
     assert book.totals["bank"] == RequestUsage(computed_tokens=7)
     assert book.step_s == 1.5
@@ -40,7 +52,7 @@ def test_totals_are_sums_by_tenant(book: UsageBook) -> None:
 
 def test_tenants_beyond_the_limit_share_one_total(book: UsageBook) -> None:
     for number in range(MAX_TENANTS + 5):
-        book.add([row("a", f"t{number}", computed_tokens=1)], 0.0)
+        book.add(grown(f"t{number}", computed_tokens=1))
     assert len(book.totals) == MAX_TENANTS + 1
     assert book.totals[OTHERS].computed_tokens == 5
 
@@ -49,9 +61,9 @@ def test_a_clients_request_has_what_all_its_requests_to_the_engine_cost(book: Us
     record = book.record_of("shop", "r")
     book.follow("0_cmpl-r-aaaa", record)
     book.follow("1_cmpl-r-bbbb", record)
-    book.add([row("0_cmpl-r-aaaa", ended=True, output_tokens=3)], 0.0)
+    book.add(ended("0_cmpl-r-aaaa", output_tokens=3))
     assert not record.is_complete
-    book.add([row("1_cmpl-r-bbbb", ended=True, output_tokens=4)], 0.0)
+    book.add(ended("1_cmpl-r-bbbb", output_tokens=4))
     assert record.is_complete and record.usage.output_tokens == 7
 
 
@@ -59,8 +71,8 @@ def test_an_id_without_vllms_random_word_follows_too(book: UsageBook) -> None:
     record = book.record_of("shop", "r")
     for _ in range(2):  # a second one after the first was given up
         book.follow("cmpl-r-0", record)
-    book.add([row("cmpl-r-0-12345678", ended=True, computed_tokens=3)], 0.0)
-    book.add([row("cmpl-r-0-87654321", ended=True, computed_tokens=4)], 0.0)
+    book.add(ended("cmpl-r-0-12345678", computed_tokens=3))
+    book.add(ended("cmpl-r-0-87654321", computed_tokens=4))
     assert record.is_complete and record.usage.computed_tokens == 7
 
 
@@ -68,7 +80,7 @@ def test_what_other_engines_did_is_shown_and_not_summed(book: UsageBook) -> None
     record = book.record_of("shop", "r")
     record.elsewhere.add(RequestUsage(computed_tokens=100))
     book.follow("e", record)
-    book.add([row("e", ended=True, pulled_tokens=99, computed_tokens=1)], 0.0)
+    book.add(ended("e", pulled_tokens=99, computed_tokens=1))
     assert record.whole() == RequestUsage(computed_tokens=101, pulled_tokens=99)
     assert book.totals["shop"].computed_tokens == 1
 
@@ -100,19 +112,19 @@ async def test_a_record_is_awaited_until_its_last_row(book: UsageBook) -> None:
     record = book.record_of("shop", "r")
     book.follow("e", record)
     assert not await record.completed(0.001)
-    asyncio.get_running_loop().call_soon(book.add, [row("e", ended=True)], 0.0)
+    asyncio.get_running_loop().call_soon(book.add, ended("e"))
     assert await record.completed(60.0)
 
 
 def test_a_restart_begins_at_zero(book: UsageBook) -> None:
-    book.add([row("a", computed_tokens=5)], 1.0)
+    book.add(grown(step_s=1.0, computed_tokens=5))
     book.count(computed_tokens=5)
     book.restart()
     assert book.report()["tenants"] == {} and book.snapshot()["vllm"] == {} and not book.step_s
 
 
 def test_a_report_leaves_zeros_out(book: UsageBook) -> None:
-    book.add([row("a", computed_tokens=5)], 1.0)
+    book.add(grown(step_s=1.0, computed_tokens=5))
     assert book.report()["tenants"] == {"shop": {"computed_tokens": 5}}
 
 

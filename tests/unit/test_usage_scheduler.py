@@ -12,7 +12,13 @@ import pytest
 
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.usage.request_usage import RequestUsage, usage_of_values
-from headrace_engine.usage.scheduler_usage import INTERVAL_S, Row, SchedulerUsage, kv_sources
+from headrace_engine.usage.scheduler_usage import (
+    INTERVAL_S,
+    LIVE_A_STEP,
+    SchedulerUsage,
+    UsageNews,
+    kv_sources,
+)
 from headrace_engine.vllm.scheduling import RequestStatus
 from headrace_engine.vllm.usage_stats import pass_usage
 from tests.support.clock import Clock
@@ -24,26 +30,29 @@ class Counted(Scheduled):
 
     def __init__(self, folder: Path, **more: Any) -> None:
         super().__init__(folder, scheduler=partial(ExtensibleScheduler, log_stats=True), **more)
-        self.rows: list[Row] = []
-        self.step_s = 0.0
+        self.news: list[UsageNews] = []
         self._stats = self.scheduler.make_stats
         self.scheduler.make_stats = self._told
 
     def _told(self, *args: Any, **kwargs: Any) -> Any:
         stats = self._stats(*args, **kwargs)
-        pass_usage(stats, self._add)
+        pass_usage(stats, self.news.append)
         return stats
 
-    def _add(self, rows: list[Row], step_s: float) -> None:
-        self.rows += rows
-        self.step_s += step_s
+    @property
+    def step_s(self) -> float:
+        return sum(each.step_s for each in self.news)
 
     def usage(self, name: str) -> RequestUsage:
-        """A request's usage as far as it was told."""
+        """A request's usage, once it has ended."""
+        [found] = [values for each in self.news for n, _, values in each.ended if n == name]
+        return usage_of_values(found)
+
+    def tenant(self, name: str = "") -> RequestUsage:
+        """A tenant's sum."""
         found = RequestUsage()
-        for request_id, _, _, values in self.rows:
-            if request_id == name:
-                found.add(usage_of_values(values))
+        for each in self.news:
+            found.add(usage_of_values(each.growth.get(name, RequestUsage().values())))
         return found
 
     def run(self, limit: int = 200) -> None:
@@ -52,7 +61,7 @@ class Counted(Scheduled):
         self.step()
 
     def ended(self) -> list[str]:
-        return [name for name, _, has_ended, _ in self.rows if has_ended]
+        return [name for each in self.news for name, _, _ in each.ended]
 
 
 @pytest.fixture
@@ -68,7 +77,7 @@ def test_a_new_prompt_is_computed_and_its_answer_decoded(engine: Counted) -> Non
     usage = engine.usage("a")
     assert (usage.requests, usage.prompt_tokens, usage.output_tokens) == (1, 300, 5)
     assert (usage.computed_tokens, usage.decode_tokens, usage.cached_tokens) == (300, 4, 0)
-    assert [row[:3] for row in engine.rows if row[2]] == [("a", "shop", True)]
+    assert engine.tenant("shop") == usage and engine.tenant("") == RequestUsage()
 
 
 def test_blocks_in_the_engines_cache_are_cached_tokens(engine: Counted) -> None:
@@ -91,8 +100,7 @@ def test_blocks_from_the_store_are_counted_by_tier(engine: Counted) -> None:
 def test_the_requests_of_a_step_share_its_seconds_by_their_tokens(engine: Counted) -> None:
     engine.add("long", 600, 1)
     engine.add("short", 200, 1)
-    engine.step()
-    engine.step()
+    engine.run()
     long, short = engine.usage("long"), engine.usage("short")
     assert long.engine_s == pytest.approx(3 * short.engine_s)
     assert long.engine_s + short.engine_s == pytest.approx(engine.step_s)
@@ -154,42 +162,38 @@ def test_requests_that_run_on_are_told_at_an_interval() -> None:
     clock = Clock()
     scheduler = SimpleNamespace(log_stats=True, connector=None, requests={})
     usage = SchedulerUsage(scheduler, clock)
-    request = SimpleNamespace(
-        request_id="a",
-        cache_salt=None,
-        num_output_tokens=0,
-        num_prompt_tokens=4,
-        kv_transfer_params=None,
-        prefill_stats=None,
-    )
-    usage.after_add(request)
+    usage.after_add(request_of("a"))
     step = step_of(a=4)
     usage.after_schedule(step)
     clock.now_s += 0.1
     usage.before_update(step, None)
-    assert usage.rows() == []
+    assert usage.news().growth == {}
     clock.now_s += INTERVAL_S
-    [(name, tenant, has_ended, values)] = usage.rows()
-    assert (name, tenant, has_ended) == ("a", "", False)
-    assert usage_of_values(values).engine_s == pytest.approx(0.1)
+    news = usage.news()
+    assert not news.ended and usage_of_values(news.growth[""]).computed_tokens == 4
     clock.now_s += INTERVAL_S
-    assert usage.rows() == [], "nothing has changed"
+    assert not any(usage.news()), "nothing has changed"
+
+
+def test_a_step_tells_of_a_limited_number_of_requests() -> None:
+    clock = Clock()
+    usage = SchedulerUsage(SimpleNamespace(log_stats=True, connector=None, requests={}), clock)
+    names = [f"r{number}" for number in range(2 * LIVE_A_STEP + 1)]
+    for name in names:
+        usage.after_add(request_of(name))
+    step = step_of(**dict.fromkeys(names, 1))
+    usage.after_schedule(step)
+    clock.now_s += INTERVAL_S
+    usage.before_update(step, None)
+    told = [usage_of_values(usage.news().growth[""]).computed_tokens for _ in range(3)]
+    assert told == [LIVE_A_STEP, LIVE_A_STEP, 1] and not any(usage.news())
 
 
 def test_a_request_that_ends_within_a_later_step_waits_for_its_output() -> None:
     """Where steps overlap, the step after the last token is in flight already."""
     clock = Clock()
     usage = SchedulerUsage(SimpleNamespace(log_stats=True, connector=None, requests={}), clock)
-    request = SimpleNamespace(
-        request_id="a",
-        cache_salt="",
-        num_output_tokens=1,
-        num_prompt_tokens=4,
-        kv_transfer_params=None,
-        prefill_stats=None,
-        num_computed_tokens=4,
-    )
-    usage.after_add(request)
+    usage.after_add(request_of("a"))
     first, second = step_of(a=4), step_of(a=1)
     usage.after_schedule(first)
     clock.now_s += 1.0
@@ -197,21 +201,22 @@ def test_a_request_that_ends_within_a_later_step_waits_for_its_output() -> None:
     clock.now_s += 1.0
     usage.before_update(first, None)
     usage.on_end("a")
-    [early] = usage.rows()
-    assert not early[2]
+    early = usage.news()
+    assert not early.ended
     clock.now_s += 1.0
     usage.before_update(second, None)
-    [last] = usage.rows()
-    seconds = [usage_of_values(row[3]).engine_s for row in (early, last)]
-    assert last[2] and sum(seconds) == pytest.approx(3.0)
-    assert usage.seconds == pytest.approx(3.0), "steps that overlap count each second once"
+    last = usage.news()
+    [(_, _, values)] = last.ended
+    assert usage_of_values(values).engine_s == pytest.approx(3.0)
+    seconds = early.step_s + last.step_s
+    assert seconds == pytest.approx(3.0), "steps that overlap count each second once"
 
 
 def test_a_scheduler_without_statistics_counts_nothing(tmp_path: Path) -> None:
     engine = Scheduled(tmp_path, scheduler=ExtensibleScheduler)
     engine.add("a", 300, 2)
     engine.until(lambda: not engine.scheduler.requests)
-    assert engine.scheduler.usage.rows() == [] and not engine.scheduler.usage.seconds
+    assert not any(engine.scheduler.usage.news())
     engine.close()
 
 
@@ -221,6 +226,19 @@ def test_sources_are_asked_of_each_connector_that_knows_them() -> None:
     both = SimpleNamespace(_connectors=[pulls, SimpleNamespace(), stores])
     assert kv_sources(both, "a") == {"pulled": 10, "dram": 5, "nvme": 2}
     assert kv_sources(pulls, "b") == {} == kv_sources(None, "a")
+
+
+def request_of(name: str) -> Any:
+    """A new request of no tenant."""
+    return SimpleNamespace(
+        request_id=name,
+        cache_salt=None,
+        num_output_tokens=0,
+        num_prompt_tokens=4,
+        num_computed_tokens=0,
+        kv_transfer_params=None,
+        prefill_stats=None,
+    )
 
 
 def step_of(**rows: int) -> Any:

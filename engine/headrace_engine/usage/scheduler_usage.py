@@ -7,8 +7,9 @@ step add up to its seconds, and no second is counted twice where steps overlap.
 A request ends when vLLM frees it, well or not. If a scheduled step with the request has not ended,
 its usage ends with that step.
 
-The work of a step is a few additions for each of its requests. Every `INTERVAL_S`, and for each
-request that ends, the growth of its quantities goes to the frontend with vLLM's statistics.
+The work of a step is a few additions for each of its requests. The growth of the tenants' sums goes
+to the frontend with vLLM's statistics: of a request that ends with its last step, of those that run
+on every `INTERVAL_S`, `LIVE_A_STEP` of them in a step.
 """
 
 from __future__ import annotations
@@ -18,14 +19,29 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from headrace_engine.usage.request_usage import RequestUsage, tenant_of_salt
+from headrace_engine.usage.request_usage import NAMES, tenant_of_salt
 
 INTERVAL_S = 0.5
 """Interval at which the usage of requests that run on is reported."""
+LIVE_A_STEP = 64
+"""Maximum number of requests that run on whose usage one step reports; each takes 2 us."""
 
-Row = tuple[str, str, bool, list[float]]
-"""A request's id, its tenant (empty if its salt names none), whether it ended, and the growth of
-its quantities since its last row (`RequestUsage.values`)."""
+Values = list[float]
+"""Quantities in the order of `request_usage.NAMES`."""
+
+
+class UsageNews(NamedTuple):
+    """What the frontend has not been told.
+
+    Attributes:
+        growth: by tenant (empty if a request's salt names none), the growth of its sum.
+        ended: requests that ended: id, tenant, and all that they cost this engine.
+        step_s: seconds of the steps since the last news.
+    """
+
+    growth: dict[str, Values]
+    ended: list[tuple[str, str, Values]]
+    step_s: float
 
 
 class KvSources(Protocol):
@@ -44,42 +60,50 @@ class _Step(NamedTuple):
     rows: Mapping[str, int]
 
 
+_ZERO: Values = [0] * len(NAMES)
+_INDEX = {name: number for number, name in enumerate(NAMES)}
+_REQUESTS, _PROMPT, _OUTPUT = (
+    _INDEX[name] for name in ("requests", "prompt_tokens", "output_tokens")
+)
+_COMPUTED, _DECODED, _CACHED, _DRAFTED, _ACCEPTED = (
+    _INDEX[f"{name}_tokens"] for name in ("computed", "decode", "cached", "drafted", "accepted")
+)
+_ENGINE_S = _INDEX["engine_s"]
+_SOURCES = {
+    source: _INDEX[f"{source}_tokens"] for source in ("dram", "nvme", "remote", "pulled", "blended")
+}
+
+
 class _Account:
     """A request's usage in this engine.
 
     Attributes:
-        usage: the sums so far. told: those that the frontend has.
+        values: the quantities so far. told: those that the frontend has.
         earlier_tokens: output tokens with which a resumed request began.
         hands_over: whether the engine only computes a prompt for another one, which answers.
         is_admitted: whether it was in a step.
     """
 
     __slots__ = (
-        "earlier_tokens",
-        "hands_over",
-        "is_admitted",
-        "request",
-        "tenant",
-        "told",
-        "usage",
+        *("earlier_tokens", "hands_over", "is_admitted", "request", "tenant", "told", "values"),
     )
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.tenant = tenant_of_salt(request.cache_salt or "")
-        self.usage, self.told = RequestUsage(), RequestUsage()
+        self.values, self.told = _ZERO.copy(), _ZERO
         self.earlier_tokens = int(request.num_output_tokens)
         self.hands_over = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
         self.is_admitted = False
 
     def count_output(self) -> None:
         """Count the answer's tokens, and the request once the answer has begun."""
-        usage, tokens = self.usage, self.request.num_output_tokens - self.earlier_tokens
+        values, tokens = self.values, self.request.num_output_tokens - self.earlier_tokens
         if self.hands_over or tokens <= 0:
             return
-        usage.output_tokens = tokens
+        values[_OUTPUT] = tokens
         if not self.earlier_tokens:
-            usage.requests, usage.prompt_tokens = 1, self.request.num_prompt_tokens
+            values[_REQUESTS], values[_PROMPT] = 1, self.request.num_prompt_tokens
 
 
 class SchedulerUsage:
@@ -88,9 +112,6 @@ class SchedulerUsage:
     Args:
         scheduler: vLLM's.
         clock: seconds of a monotonic clock.
-
-    Attributes:
-        seconds: seconds of all steps that had requests.
     """
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,8 +120,10 @@ class SchedulerUsage:
         self._accounts: dict[str, _Account] = {}
         self._steps: deque[_Step] = deque()
         self._ended: dict[str, None] = {}
+        self._due: list[str] = []
+        """Requests that run on and are still to be told in this interval."""
         self._last_output_s = self._reported_s = clock()
-        self.seconds = 0.0
+        self._seconds = 0.0
 
     def after_add(self, request: Any) -> None:
         """Begin to count a new request."""
@@ -136,7 +159,7 @@ class SchedulerUsage:
         self._last_output_s = now_s
         if not rows:
             return
-        self.seconds += seconds
+        self._seconds += seconds
         token_s = seconds / sum(rows.values())
         cached = step.scheduled_cached_reqs
         prompts = {new.req_id for new in step.scheduled_new_reqs}
@@ -149,12 +172,9 @@ class SchedulerUsage:
         for name, tokens in rows.items():
             if (account := accounts.get(name)) is None:
                 continue
-            usage = account.usage
-            usage.engine_s += tokens * token_s
-            if name in prompts:
-                usage.computed_tokens += tokens
-            else:
-                usage.decode_tokens += tokens
+            values = account.values
+            values[_ENGINE_S] += tokens * token_s
+            values[_COMPUTED if name in prompts else _DECODED] += tokens
         if step.scheduled_spec_decode_tokens:
             self._count_drafts(step, output)
 
@@ -163,10 +183,10 @@ class SchedulerUsage:
         if self._is_on:
             self._ended[request_id] = None
 
-    def rows(self) -> list[Row]:
-        """Return what the frontend has not been told: of requests that ended, and every
-        `INTERVAL_S` of all."""
-        rows: list[Row] = []
+    def news(self) -> UsageNews:
+        """Return what the frontend has not been told, in part."""
+        growth: dict[str, Values] = {}
+        ended: list[tuple[str, str, Values]] = []
         if self._ended:
             for name in list(self._ended):
                 if any(name in step.rows for step in self._steps):
@@ -176,23 +196,34 @@ class SchedulerUsage:
                 if account is not None:
                     if not account.is_admitted:
                         self._count_unused(account)
-                    rows.append(self._row(account, has_ended=True))
-        now_s = self._clock()
-        if now_s - self._reported_s >= INTERVAL_S:
-            self._reported_s = now_s
-            live = (self._row(each, has_ended=False) for each in self._accounts.values())
-            rows += [row for row in live if any(row[3])]
-        return rows
+                    self._tell(account, growth)
+                    ended.append((name, account.tenant, account.values))
+        if not self._due and self._clock() - self._reported_s >= INTERVAL_S:
+            self._reported_s = self._clock()
+            self._due = list(self._accounts)
+        for name in self._due[-LIVE_A_STEP:]:
+            if name in self._accounts:
+                self._tell(self._accounts[name], growth)
+        del self._due[-LIVE_A_STEP:]
+        seconds, self._seconds = self._seconds, 0.0
+        return UsageNews(growth, ended, seconds)
 
-    def _row(self, account: _Account, *, has_ended: bool) -> Row:
+    @staticmethod
+    def _tell(account: _Account, growth: dict[str, Values]) -> None:
+        """Add what a request cost since it was last told to its tenant's growth."""
         account.count_output()
-        growth = account.usage.minus(account.told)
-        account.told = account.usage.copy()
-        return account.request.request_id, account.tenant, has_ended, growth.values()
+        values, told = account.values, account.told
+        if values == told:
+            return
+        total = growth.get(account.tenant, _ZERO)
+        growth[account.tenant] = [
+            sum_ + now - then for sum_, now, then in zip(total, values, told, strict=True)
+        ]
+        account.told = values.copy()
 
     def _count_found(self, account: _Account, start: int) -> None:
         """Count a request's tokens before `start`, from which on it is computed, by source."""
-        request, usage = account.request, account.usage
+        request, values = account.request, account.values
         sources = kv_sources(self._scheduler.connector, request.request_id)
         stats = request.prefill_stats
         if stats is not None and stats.num_prompt_tokens:
@@ -203,15 +234,14 @@ class SchedulerUsage:
         for source, tokens in sources.items():
             used = min(left, tokens)
             left -= used
-            name = f"{source}_tokens"
-            setattr(usage, name, getattr(usage, name) + used)
-        usage.cached_tokens += own + left
+            values[_SOURCES[source]] += used
+        values[_CACHED] += own + left
 
     def _count_unused(self, account: _Account) -> None:
         """Count the cached tokens of a request that ended while it loaded others."""
         request = account.request
         if request.num_computed_tokens and request.prefill_stats is not None:
-            account.usage.cached_tokens += request.prefill_stats.num_local_cached_tokens
+            account.values[_CACHED] += request.prefill_stats.num_local_cached_tokens
 
     def _count_drafts(self, step: Any, output: Any) -> None:
         """Count verified draft tokens as vLLM's own statistics do."""
@@ -227,9 +257,9 @@ class SchedulerUsage:
                 continue
             tokens = sampled[output.req_id_to_index[name]]
             if len(tokens):
-                account.usage.drafted_tokens += len(drafts) - invalid.get(name, 0)
+                account.values[_DRAFTED] += len(drafts) - invalid.get(name, 0)
                 accepted = len(tokens) - scheduler.num_sampled_tokens_per_step
-                account.usage.accepted_tokens += max(0, accepted)
+                account.values[_ACCEPTED] += max(0, accepted)
 
 
 def kv_sources(connector: Any, request_id: str) -> dict[str, int]:

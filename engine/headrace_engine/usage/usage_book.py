@@ -1,8 +1,8 @@
 """Sums of usage in a replica's process: by tenant, and of the last client requests.
 
-The engine reports the growth of its requests' quantities (`scheduler_usage`). Each growth is added
-once to its tenant's total and, if the replica follows the engine's request, once to the client's
-request. Totals only grow; they begin when the replica begins to serve.
+The engine reports the growth of the tenants' sums, and what each request cost when it ends
+(`scheduler_usage`). If the replica follows the engine's request, the latter is added to the record
+of the client's request. Totals only grow; they begin when the replica begins to serve.
 
 Pure: no Ray, no vLLM, no I/O. Use it from one event loop.
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from headrace_engine.usage.request_usage import RequestUsage, usage_of_values
-from headrace_engine.usage.scheduler_usage import Row
+from headrace_engine.usage.scheduler_usage import UsageNews
 
 MAX_TENANTS = 256
 """Maximum number of tenants with totals of their own."""
@@ -33,7 +32,7 @@ class UsageRecord:
     Attributes:
         tenant: the tenant; empty without keys.
         request_id: the client's id of the request.
-        usage: what this replica's engine did for it.
+        usage: what this replica's engine did for its requests that have ended.
         elsewhere: what prefill engines reported to this replica for it; their own replicas have
             counted it.
     """
@@ -146,27 +145,22 @@ class UsageBook:
             _, lost = self._followed.popitem(last=False)
             lost.record.end(lost.count)
 
-    def add(self, rows: Iterable[Row], step_s: float) -> None:
-        """Add what the engine reports.
-
-        Args:
-            step_s: seconds of the steps since the last report.
-        """
+    def add(self, news: UsageNews) -> None:
+        """Add what the engine reports."""
         self.has_reports = True
-        self.step_s += step_s
-        for engine_id, tenant, has_ended, values in rows:
-            growth = usage_of_values(values)
-            self._total(tenant).add(growth)
+        self.step_s += news.step_s
+        for tenant, values in news.growth.items():
+            self._total(tenant).add(usage_of_values(values))
+        for engine_id, _, values in news.ended:
             name = engine_id if engine_id in self._followed else engine_id.rpartition("-")[0]
             followed = self._followed.get(name)
             if followed is None:
                 continue
-            followed.record.usage.add(growth)
-            if has_ended:
-                followed.record.end()
-                followed.count -= 1
-                if not followed.count:
-                    del self._followed[name]
+            followed.record.usage.add(usage_of_values(values))
+            followed.record.end()
+            followed.count -= 1
+            if not followed.count:
+                del self._followed[name]
 
     def count(self, **growth: float) -> None:
         """Add to what vLLM itself counts."""

@@ -1,6 +1,6 @@
 """The way of requests' usage from vLLM's scheduler to its frontend, within vLLM's statistics.
 
-The rows travel in `SchedulerStats.ec_connector_stats`, a mapping that vLLM passes on unread. The
+The news travel in `SchedulerStats.ec_connector_stats`, a mapping that vLLM passes on unread. The
 frontend takes them out before vLLM's own loggers see them. `tests/unit/test_contracts_usage.py`
 pins what is used here.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace_engine.usage.scheduler_usage import Row
+from headrace_engine.usage.scheduler_usage import UsageNews
 
 KEY = "headrace_usage"
 
@@ -21,9 +21,9 @@ class UsageWatch:
     def on_request_end(self, request_id: str) -> None:
         """Handle the end of a request, well or not, before its last output leaves."""
 
-    def take_usage(self) -> tuple[list[Row], float]:
-        """Return the rows for the frontend, and the seconds of steps since the last call."""
-        return [], 0.0
+    def take_usage(self) -> UsageNews:
+        """Return what the frontend has not been told."""
+        raise NotImplementedError
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         found = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -34,21 +34,21 @@ class UsageWatch:
         """Return vLLM's statistics of a step, with the usage."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None:
-            rows, step_s = self.take_usage()
-            if rows or step_s:
-                stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: [rows, step_s]}
+            news = self.take_usage()
+            if any(news):
+                stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: news}
         return stats
 
 
-def pass_usage(stats: Any, add: Callable[[list[Row], float], None]) -> None:
+def pass_usage(stats: Any, add: Callable[[UsageNews], None]) -> None:
     """Take the usage out of vLLM's statistics (`SchedulerStats`), and pass it to `add`."""
     told = stats.ec_connector_stats
     if not told or KEY not in told:
         return
-    rows, step_s = told.pop(KEY)
+    news = UsageNews(*told.pop(KEY))
     if not told:
         stats.ec_connector_stats = None
-    add(rows, step_s)
+    add(news)
 
 
 def vllm_counts(stats: Any, iteration: Any) -> dict[str, float]:
