@@ -9,6 +9,7 @@ from scripts.generate.dashboards.panel import DashboardSpec, Kind, Panel
 from scripts.generate.dashboards.promql import WINDOW
 
 TOKENS = "ray_headrace_gateway_tenant_tokens_total"
+USAGE = "ray_headrace_usage_total"
 QUEUED = "ray_headrace_gateway_queue_seconds"
 
 
@@ -42,6 +43,11 @@ def tenants() -> DashboardSpec:
                 "Answer tokens by tenant",
                 "For whom do the engines work? Long answers cost more than many requests.",
                 {"{{tenant}}": q.rate(TOKENS, WINDOW, "tenant")},
+            ),
+            Panel(
+                "Engine time by tenant",
+                "Who uses the engines, in engine seconds a second? docs/usage.md says what counts.",
+                {"{{tenant}}": q.rate(USAGE, WINDOW, "tenant", quantity="engine_s")},
             ),
             Panel(
                 "Refused requests by tenant",
