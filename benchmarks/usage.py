@@ -229,8 +229,12 @@ def _tiny_model() -> str:
 
 
 def _entry(name: str, key: str) -> KeyEntry:
-    role = "admin" if name == "admin" else "user"
-    return KeyEntry(name=name, hash=hash_of(key.encode()), tenant=name, role=role)
+    return KeyEntry(
+        name=name,
+        hash=hash_of(key.encode()),
+        tenant=name,
+        role="admin" if name == "admin" else "user",
+    )
 
 
 def measure(

@@ -6,6 +6,8 @@ no key, speaks plain HTTP, and can draft.
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import ssl
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from headrace.cli.show import usage
 from headrace.config.key_file import hash_of, new_key
 from tests.support.app import App, until
 from tests.support.browser import Browser
@@ -170,6 +173,43 @@ def test_only_an_admin_key_administers(app: App, served: ServedApp) -> None:
         answer = app.client.request(method, path, json=body, headers=served.bearer("shop"))
         assert answer.status_code == 403, path
         assert answer.json()["error"]["code"] == "admin_only"
+
+
+def test_a_tenant_sees_what_its_requests_cost_and_an_administrator_sees_all(
+    app: App, served: ServedApp, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt, shop, bank = noise(3 * BLOCK + 1, 403), served.bearer("shop"), served.bearer("bank")
+    for way, source in (("local", "computed_tokens"), ("remote", "pulled_tokens")):
+        before = sums(app, shop)
+        prompt = [*prompt[1:], prompt[0]]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        with app.policy(way):
+            answer = app.client.post("/v1/completions", json=body, headers=shop)
+        assert answer.status_code == 200
+        told = dict(each.split("=") for each in answer.headers["x-headrace-usage"].split(", "))
+        assert int(told["prompt_tokens"]) == len(prompt) and int(told["output_tokens"]) == 4
+        assert int(told[source]) >= len(prompt) - 1 and float(told["engine_s"]) > 0
+        path = f"/headrace/v1/usage/{answer.headers['x-request-id']}"
+        document = app.client.get(path, headers=shop).json()
+        assert document["complete"] and len(document["parts"]) == (1 if way == "local" else 2)
+        found = {name: value for name, value in document["usage"].items() if value}
+        assert found == {name: pytest.approx(float(value)) for name, value in told.items()}
+        assert app.client.get(path, headers=bank).status_code == 404
+        until(lambda: sums(app, shop) != before, 30, "gateways hear of it", lambda: before)  # noqa: B023
+    assert app.client.get("/headrace/v1/usage?tenant=shop", headers=bank).status_code == 403
+
+    monkeypatch.setenv("HEADRACE_URL", app.url)
+    monkeypatch.setenv("HEADRACE_CA_FILE", os.environ["SSL_CERT_FILE"])
+    monkeypatch.setenv("HEADRACE_API_KEY", served.keys["operator"])
+    usage.usage(None, {"tenant": "shop", "since": "24h"}, as_csv=True, as_json=False)
+    [row] = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert row["tenant"] == "shop" and row["model"] == MODEL and int(row["requests"]) >= 2
+
+
+def sums(app: App, headers: dict[str, str]) -> dict[str, float]:
+    """A tenant's usage."""
+    rows = app.client.get("/headrace/v1/usage?since=24h", headers=headers).json()["usage"]
+    return dict(rows[0]) if rows else {}
 
 
 def test_the_console_shows_nothing_and_orders_nothing_without_an_administrators_key(
