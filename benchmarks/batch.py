@@ -171,7 +171,7 @@ def main() -> int:
 
     model = resolve(args.model)
     try:
-        with running_instance("batch", str(model), args.set) as instance:
+        with running_instance("batch", args.set, str(model)) as instance:
             endpoint = Endpoint(instance.endpoint, instance.model)
             figures = beside(endpoint, args.lines, args.rounds, args.seconds, args.pause)
             figures |= idle(endpoint, args.lines)

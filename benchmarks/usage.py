@@ -214,7 +214,7 @@ def main() -> int:
             *("gateway.request_timeout_s=600", "model.max_model_len=2048"),
             *("speculation.enabled=true", "speculation.mode=static:3"),
         ]
-        with running_instance("usage", model, settings) as instance:
+        with running_instance("usage", settings, model) as instance:
             figures = measure(
                 Admin(instance.endpoint, keys["admin"]), instance.model, keys, options
             )
