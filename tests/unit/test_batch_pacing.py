@@ -29,8 +29,8 @@ def test_idle_replicas_are_filled() -> None:
     assert LinePacer(16).target(IDLE, 0.0) == 32
 
 
-def test_without_a_replica_no_line_starts_and_none_is_taken_back() -> None:
-    assert LinePacer(16).target(LineLoad(replicas=0), 0.0) == 0
+def test_without_a_replica_one_line_wakes_it_and_none_is_taken_back() -> None:
+    assert LinePacer(16).target(LineLoad(replicas=0), 0.0) == 1
     assert LinePacer(16).target(LineLoad(replicas=0, lines=5), 0.0) == 5
 
 

@@ -427,6 +427,24 @@ async def test_a_file_beyond_a_limit_is_refused_and_leaves_nothing(tmp_path: Pat
         await soon(lambda: parts() == 3)
 
 
+async def test_a_file_may_be_longer_than_other_bodies(tmp_path: Path) -> None:
+    async with batching(tmp_path, max_body_bytes=100_000) as (_, client):
+        made = await client.files.create(file=("a", bytes(3_000_000)), purpose="batch")
+        assert made.bytes == 3_000_000
+        with pytest.raises(openai.APIStatusError) as caught:
+            message: Any = {"role": "user", "content": "x" * 200_000}
+            await client.chat.completions.create(model=MODEL, messages=[message])
+        assert caught.value.status_code == 413
+
+
+async def test_a_tenant_whose_files_fill_its_room_begins_no_batch(tmp_path: Path) -> None:
+    settings = BatchSettings(max_tenant_bytes=100_000)
+    async with batching(tmp_path, batch_settings=settings) as (_, client):
+        file = await client.files.create(file=("a", bytes(100_000)), purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="max_tenant_bytes"):
+            await start_of(client, file.id)
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "code"),
     [

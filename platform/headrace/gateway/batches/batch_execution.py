@@ -197,8 +197,10 @@ class BatchExecution:
         self._is_changed = False
         lease = BatchLease(self._owner, expires_s, len(self._in_flight))
         try:
-            beat = await self._do(
-                TenantBatches.beat, self._entry.batch_id, self._lease, lease, progress
+            beat = await self._state.run(
+                self._entry.tenant,
+                TenantBatches.beat,
+                *(self._entry.batch_id, self._lease, lease, progress),
             )
         except ApiError:
             self._is_changed = True
@@ -487,7 +489,7 @@ class BatchExecution:
             count += 1
 
     async def _do(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await self._state.run(self._entry.tenant, work, *args)
+        return await self._state.run_long(self._entry.tenant, work, *args)
 
     def _now(self) -> int:
         return int(self._clock())

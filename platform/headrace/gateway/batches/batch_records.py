@@ -17,7 +17,6 @@ from headrace.gateway.batches.batch_job import (
     CANCELLING,
     ENDED,
     IN_PROGRESS,
-    VALIDATING,
     BatchJob,
     JobState,
 )
@@ -199,4 +198,4 @@ class BatchView:
     @property
     def status(self) -> str:
         """OpenAI's status of the batch."""
-        return self.job().status if self.progress or self.outcome else VALIDATING
+        return self.job().status

@@ -79,7 +79,7 @@ class LinePacer:
         if load.requests:
             self._busy_s = now_s
         if not load.replicas:
-            return load.lines  # they end, or fail, by themselves
+            return max(1, load.lines)  # one wakes replicas that are scaled to zero
         if load.requests:
             beside = min(load.lines, load.replicas)
             return beside + self._starts_beside(load, now_s)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -36,6 +38,8 @@ from headrace.gateway.request_context import RequestContext
 FILES, BATCHES = "/v1/files", "/v1/batches"
 READS = ("GET", "HEAD")
 MAX_LISTED_FILES = 10_000
+MAX_UPLOADS = 8
+"""Maximum number of files that a tenant uploads to a gateway at once."""
 FORM_BYTES = 1 << 20
 """Bytes that a form may have beside its file."""
 MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000
@@ -116,6 +120,7 @@ class BatchRoutes:
     ) -> None:
         self._state, self._runner, self._body_reader = state, runner, body_reader
         self._settings, self._clock = settings, clock
+        self._uploads: Counter[str | None] = Counter()
 
     def has(self, path: str) -> bool:
         """Return whether a path is one of these routes'."""
@@ -141,7 +146,8 @@ class BatchRoutes:
         if not parts:
             context.allow_methods(*READS, "POST")
             if context.call.method == "POST":
-                return (await self._upload(context)).document()
+                with self._take_upload(context.call.tenant):
+                    return (await self._upload(context)).document()
             files: Sequence[StoredFile] = await self._run(context, TenantBatches.files)
             query = context.query()
             purpose = query("purpose")
@@ -155,6 +161,22 @@ class BatchRoutes:
             return {"id": parts[0], "object": "file", "deleted": True}
         file: StoredFile = await self._run(context, TenantBatches.file, parts[0])
         return file.document()
+
+    @contextlib.contextmanager
+    def _take_upload(self, tenant: str | None) -> Iterator[None]:
+        """Take one of a tenant's places for uploads.
+
+        Raises:
+            ApiError: 429, all are taken.
+        """
+        if self._uploads[tenant] >= MAX_UPLOADS:
+            raise errors.too_many_requests(MAX_UPLOADS)
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            self._uploads += Counter()  # without tenants that have none
 
     async def _upload(self, context: RequestContext) -> StoredFile:
         """Keep a file; its content goes to the store as it arrives."""
@@ -179,7 +201,8 @@ class BatchRoutes:
                 created_at=now_s,
                 expires_at=now_s + self._ttl_s(form),
             )
-            await self._run(context, TenantBatches.add_file, file)
+            maximum = self._settings.max_tenant_bytes
+            await self._run(context, TenantBatches.add_file, file, maximum)
         except BaseException:
             if written:
                 removed = self._run(context, TenantBatches.remove_parts, file_id, written)
@@ -263,7 +286,8 @@ class BatchRoutes:
         )
         create = TenantBatches.create_batch
         made: BatchView = await self._run(
-            context, create, batch, settings.max_unfinished, settings.ttl_s
+            *(context, create, batch, settings.max_unfinished),
+            *(settings.max_tenant_bytes, settings.ttl_s),
         )
         entry = JobEntry(batch.id, context.call.tenant, caller.key_hash)
         await self._state.run(GATEWAYS, TenantBatches.add_job, entry)

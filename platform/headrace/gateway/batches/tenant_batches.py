@@ -87,8 +87,17 @@ class TenantBatches(TenantRecords):
         """Write a part of a file that is not yet listed, unless it is written."""
         self._create(_place(FILE, file_id).thread, {part_record(number): FilePart(data)})
 
-    def add_file(self, file: StoredFile) -> None:
-        """List a file, whose parts are written, unless it is listed."""
+    def add_file(self, file: StoredFile, max_bytes: int | None = None) -> None:
+        """List a file, whose parts are written, unless it is listed.
+
+        Args:
+            max_bytes: maximum bytes of the tenant's files; None for no limit.
+
+        Raises:
+            ApiError: 413, there is no room for it.
+        """
+        if max_bytes is not None and (has := self.size_bytes()) + file.size_bytes > max_bytes:
+            raise refusals.no_room(has, file.size_bytes, max_bytes)
         name = index_record(INDEX_FILE, _place(FILE, file.id))
         self._create(INDEX_THREAD, {name: file})
 
@@ -153,21 +162,27 @@ class TenantBatches(TenantRecords):
 
     # Batches.
 
-    def create_batch(self, batch: StoredBatch, max_unfinished: int, ttl_s: float) -> BatchView:
+    def create_batch(
+        self, batch: StoredBatch, max_unfinished: int, max_bytes: int, ttl_s: float
+    ) -> BatchView:
         """Keep a new batch.
 
         Args:
             max_unfinished: maximum number of the tenant's unfinished batches.
+            max_bytes: maximum bytes of its files.
             ttl_s: seconds from now for which its input file is kept at least.
 
         Raises:
-            ApiError: 404 or 400, its input is no such file; 429, too many are unfinished.
+            ApiError: 404 or 400, its input is no such file; 429, too many are unfinished; 413,
+                there is no room for its output.
         """
         file = self.file(batch.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise refusals.wrong_purpose(file.id, file.purpose)
         if len(self._unfinished()) >= max_unfinished:
             raise refusals.too_many_batches(max_unfinished)
+        if (has := self.size_bytes()) >= max_bytes:
+            raise refusals.no_room(has, 1, max_bytes)
         place, file_place = _place(BATCH, batch.id), _place(FILE, file.id)
         expires_at = max(file.expires_at, int(self._clock() + ttl_s))
         kept = msgspec.structs.replace(file, expires_at=expires_at)

@@ -24,8 +24,8 @@ from headrace.gateway.errors import ApiError
 
 logger = logging.getLogger("headrace.gateway")
 
-WAIT_S = 5.0
-"""Longest time for which a request waits for the store."""
+WAIT_S, LONG_WAIT_S = 5.0, 120.0
+"""Longest time for which a request waits for the store, and work that no client waits for."""
 SWEEP_S = 60.0
 """Time between two removals of what expired."""
 P = ParamSpec("P")
@@ -106,8 +106,28 @@ class StateRunner(Generic[Tenant]):
             ApiError: what the work raises; 503 if the store cannot be used, 500 if a record is
                 damaged, 400 if a thread is full.
         """
+        return await self._run_within(WAIT_S, tenant, work, *args, **named)
+
+    async def run_long(
+        self,
+        tenant: str | None,
+        work: Callable[Concatenate[Tenant, P], Result],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Result:
+        """Run work that no client waits for; otherwise as `run`."""
+        return await self._run_within(LONG_WAIT_S, tenant, work, *args, **named)
+
+    async def _run_within(
+        self,
+        wait_s: float,
+        tenant: str | None,
+        work: Callable[Concatenate[Tenant, P], Result],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Result:
         loop = asyncio.get_running_loop()
-        latest = time.monotonic() + WAIT_S
+        latest = time.monotonic() + wait_s
 
         def task() -> Result:
             if time.monotonic() > latest:
@@ -116,7 +136,7 @@ class StateRunner(Generic[Tenant]):
             return work(self._of_tenant(store, cipher, tenant, self._clock), *args, **named)
 
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(wait_s):
                 return await loop.run_in_executor(self._workers, task)
         except ThreadFullError:
             raise self._refusals.thread_full() from None
