@@ -107,7 +107,7 @@ class EngineMeter:
     store_states: tuple[int, ...] = ()
     """Numbers of its cache groups of recurrent layers, which the engine reports with them."""
     usage: UsageBook = field(default_factory=UsageBook)
-    """What requests cost, by tenant and by request."""
+    """Sums of usage by tenant, and usage of the last requests."""
     block_use: BlockUse = field(default_factory=BlockUse)
     """Blocks that a request takes in the engine's KV cache."""
     kv_epoch: str = ""

@@ -59,8 +59,7 @@ from headrace_engine.vllm.llm import lora_request
 logger = logging.getLogger("headrace.prefill")
 
 USAGE_WAIT_S = 0.1
-"""Longest wait of an answer for the engine's last word on what the prompt cost; it comes with the
-engine's last output."""
+"""Longest wait of an answer for the prompt's usage, which comes with the engine's last output."""
 
 
 class PrefillFallback(Protocol):

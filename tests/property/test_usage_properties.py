@@ -80,9 +80,9 @@ def test_the_sum_over_requests_is_what_the_steps_did(
     by_request: dict[str, RequestUsage] = {}
 
     def tell() -> None:
-        news = usage.news()
-        book.add(news)
-        for name, _, values in news.ended:
+        update = usage.take_update()
+        book.add(update)
+        for name, _, values in update.ended:
             by_request[name] = usage_of_values(values)
             ended.append(name)
 

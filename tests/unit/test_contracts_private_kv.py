@@ -140,6 +140,7 @@ class Reusing(StoredBlendingConnector):
         self._block_tokens = BLOCK
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
+        self._sources: dict[str, int] = {}
         self._loading: dict[str, Any] = {}
         self._blended: set[str] = set()
         self._begin: list[Any] = []

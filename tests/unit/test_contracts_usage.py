@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from headrace_engine.usage.scheduler_usage import UsageNews
+from headrace_engine.usage.scheduler_usage import UsageUpdate
 from headrace_engine.vllm.usage_stats import KEY, UsageWatch, pass_usage, vllm_counts
 from tests.support.contracts import assert_fields, assert_takes, find
 
@@ -37,13 +37,13 @@ def test_statistics_are_made_after_requests_were_freed_and_go_with_the_outputs()
 
 
 def test_news_cross_the_border_between_processes_unread() -> None:
-    news = UsageNews({"shop": [1, 2.5]}, [("a", "shop", [1, 2.5])], 0.5)
-    stats = SchedulerStats(ec_connector_stats={KEY: news})
+    update = UsageUpdate({"shop": [1, 2.5]}, [("a", "shop", [1, 2.5])], 0.5)
+    stats = SchedulerStats(ec_connector_stats={KEY: update})
     encoded = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
     found: Any = MsgpackDecoder(EngineCoreOutputs).decode(encoded)
     taken: list[Any] = []
     pass_usage(found.scheduler_stats, taken.append)
-    assert taken == [UsageNews({"shop": [1, 2.5]}, [["a", "shop", [1, 2.5]]], 0.5)]
+    assert taken == [UsageUpdate({"shop": [1, 2.5]}, [["a", "shop", [1, 2.5]]], 0.5)]
     assert found.scheduler_stats.ec_connector_stats is None
 
 
@@ -55,13 +55,13 @@ def test_statistics_of_an_encoders_connector_stay() -> None:
             return SchedulerStats(ec_connector_stats={"theirs": 1})
 
     class Watched(UsageWatch, Stats):
-        def take_usage(self) -> UsageNews:
-            return UsageNews({}, [], 0.5)
+        def take_usage(self) -> UsageUpdate:
+            return UsageUpdate({}, [], 0.5)
 
     stats = Watched().make_stats()
     taken: list[Any] = []
     pass_usage(stats, taken.append)
-    assert taken == [UsageNews({}, [], 0.5)] and stats.ec_connector_stats == {"theirs": 1}
+    assert taken == [UsageUpdate({}, [], 0.5)] and stats.ec_connector_stats == {"theirs": 1}
 
 
 def test_loggers_see_statistics_in_the_order_in_which_they_are_given() -> None:

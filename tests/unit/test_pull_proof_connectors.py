@@ -133,6 +133,7 @@ def pulled(
     consumer.on_new_request(asked)
     assert consumer.get_num_new_matched_tokens(asked, 0) == (len(tokens), True)
     consumer.update_state_after_alloc(asked, blocks([1, 2]), len(tokens))
+    assert consumer.pulled == {"d": len(tokens)}, "usage counts them"
     claims = consumer.build_connector_meta(step({}, {})).integrity.claims
     assert set(claims) == {"d"}
     found: Claim | Unproved = claims["d"]

@@ -13,7 +13,7 @@ from headrace_engine.usage.request_usage import (
     tenant_of_salt,
     usage_of_dict,
 )
-from headrace_engine.usage.scheduler_usage import UsageNews
+from headrace_engine.usage.scheduler_usage import UsageUpdate
 from headrace_engine.usage.usage_book import MAX_TENANTS, OTHERS, UsageBook
 from headrace_kvstore.identity.salts import isolated_salt, tenant_salt
 
@@ -22,22 +22,22 @@ def values(**quantities: float) -> list[float]:
     return RequestUsage(**quantities).values()  # type: ignore[arg-type]
 
 
-def grown(tenant: str = "shop", step_s: float = 0.0, **quantities: float) -> UsageNews:
+def grown(tenant: str = "shop", step_s: float = 0.0, **quantities: float) -> UsageUpdate:
     """A tenant's sum has grown."""
-    return UsageNews({tenant: values(**quantities)}, [], step_s)
+    return UsageUpdate({tenant: values(**quantities)}, [], step_s)
 
 
-def ended(name: str, tenant: str = "shop", **quantities: float) -> UsageNews:
+def ended(name: str, tenant: str = "shop", **quantities: float) -> UsageUpdate:
     """A request has ended, and its tenant's sum has grown by all of it."""
     cost = values(**quantities)
-    return UsageNews({tenant: cost}, [(name, tenant, cost)], 0.0)
+    return UsageUpdate({tenant: cost}, [(name, tenant, cost)], 0.0)
 
 
 @pytest.fixture
 def book() -> UsageBook:
     """Of a replica whose engine reports."""
     made = UsageBook()
-    made.add(UsageNews({}, [], 0.0))
+    made.add(UsageUpdate({}, [], 0.0))
     return made
 
 

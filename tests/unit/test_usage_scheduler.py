@@ -16,7 +16,7 @@ from headrace_engine.usage.scheduler_usage import (
     INTERVAL_S,
     LIVE_A_STEP,
     SchedulerUsage,
-    UsageNews,
+    UsageUpdate,
     kv_sources,
 )
 from headrace_engine.vllm.scheduling import RequestStatus
@@ -30,28 +30,28 @@ class Counted(Scheduled):
 
     def __init__(self, folder: Path, **more: Any) -> None:
         super().__init__(folder, scheduler=partial(ExtensibleScheduler, log_stats=True), **more)
-        self.news: list[UsageNews] = []
+        self.update: list[UsageUpdate] = []
         self._stats = self.scheduler.make_stats
         self.scheduler.make_stats = self._told
 
     def _told(self, *args: Any, **kwargs: Any) -> Any:
         stats = self._stats(*args, **kwargs)
-        pass_usage(stats, self.news.append)
+        pass_usage(stats, self.update.append)
         return stats
 
     @property
     def step_s(self) -> float:
-        return sum(each.step_s for each in self.news)
+        return sum(each.step_s for each in self.update)
 
     def usage(self, name: str) -> RequestUsage:
         """A request's usage, once it has ended."""
-        [found] = [values for each in self.news for n, _, values in each.ended if n == name]
+        [found] = [values for each in self.update for n, _, values in each.ended if n == name]
         return usage_of_values(found)
 
     def tenant(self, name: str = "") -> RequestUsage:
         """A tenant's sum."""
         found = RequestUsage()
-        for each in self.news:
+        for each in self.update:
             found.add(usage_of_values(each.growth.get(name, RequestUsage().values())))
         return found
 
@@ -61,7 +61,7 @@ class Counted(Scheduled):
         self.step()
 
     def ended(self) -> list[str]:
-        return [name for each in self.news for name, _, _ in each.ended]
+        return [name for each in self.update for name, _, _ in each.ended]
 
 
 @pytest.fixture
@@ -167,12 +167,12 @@ def test_requests_that_run_on_are_told_at_an_interval() -> None:
     usage.after_schedule(step)
     clock.now_s += 0.1
     usage.before_update(step, None)
-    assert usage.news().growth == {}
+    assert usage.take_update().growth == {}
     clock.now_s += INTERVAL_S
-    news = usage.news()
-    assert not news.ended and usage_of_values(news.growth[""]).computed_tokens == 4
+    update = usage.take_update()
+    assert not update.ended and usage_of_values(update.growth[""]).computed_tokens == 4
     clock.now_s += INTERVAL_S
-    assert not any(usage.news()), "nothing has changed"
+    assert not any(usage.take_update()), "nothing has changed"
 
 
 def test_a_step_tells_of_a_limited_number_of_requests() -> None:
@@ -185,8 +185,8 @@ def test_a_step_tells_of_a_limited_number_of_requests() -> None:
     usage.after_schedule(step)
     clock.now_s += INTERVAL_S
     usage.before_update(step, None)
-    told = [usage_of_values(usage.news().growth[""]).computed_tokens for _ in range(3)]
-    assert told == [LIVE_A_STEP, LIVE_A_STEP, 1] and not any(usage.news())
+    told = [usage_of_values(usage.take_update().growth[""]).computed_tokens for _ in range(3)]
+    assert told == [LIVE_A_STEP, LIVE_A_STEP, 1] and not any(usage.take_update())
 
 
 def test_a_request_that_ends_within_a_later_step_waits_for_its_output() -> None:
@@ -201,11 +201,11 @@ def test_a_request_that_ends_within_a_later_step_waits_for_its_output() -> None:
     clock.now_s += 1.0
     usage.before_update(first, None)
     usage.on_end("a")
-    early = usage.news()
+    early = usage.take_update()
     assert not early.ended
     clock.now_s += 1.0
     usage.before_update(second, None)
-    last = usage.news()
+    last = usage.take_update()
     [(_, _, values)] = last.ended
     assert usage_of_values(values).engine_s == pytest.approx(3.0)
     seconds = early.step_s + last.step_s
@@ -216,7 +216,7 @@ def test_a_scheduler_without_statistics_counts_nothing(tmp_path: Path) -> None:
     engine = Scheduled(tmp_path, scheduler=ExtensibleScheduler)
     engine.add("a", 300, 2)
     engine.until(lambda: not engine.scheduler.requests)
-    assert not any(engine.scheduler.usage.news())
+    assert not any(engine.scheduler.usage.take_update())
     engine.close()
 
 

@@ -270,7 +270,7 @@ class _AnthropicErrors:
 
 
 async def usage_header(book: UsageBook) -> list[tuple[bytes, bytes]]:
-    """Return the header that says what the request of this task cost; none if that is not known."""
+    """Return the header with the usage of this task's request; none if it is not known."""
     request_id = REQUEST_ID.get()
     if request_id is None:
         return []

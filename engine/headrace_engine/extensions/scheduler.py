@@ -10,7 +10,7 @@ from headrace_engine.extensions.extension import (
     installed_extensions,
     overridden,
 )
-from headrace_engine.usage.scheduler_usage import SchedulerUsage, UsageNews
+from headrace_engine.usage.scheduler_usage import SchedulerUsage, UsageUpdate
 from headrace_engine.vllm.resumed_requests import GrammarWatch
 from headrace_engine.vllm.scheduling import AsyncScheduler, Scheduler
 from headrace_engine.vllm.usage_stats import UsageWatch
@@ -83,9 +83,9 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
         """Implement `UsageWatch.on_request_end`."""
         self.usage.on_end(request_id)
 
-    def take_usage(self) -> UsageNews:
+    def take_usage(self) -> UsageUpdate:
         """Implement `UsageWatch.take_usage`."""
-        return self.usage.news()
+        return self.usage.take_update()
 
     def on_grammar_compiled(self, request: Any) -> None:
         """Implement `GrammarWatch.on_grammar_compiled`."""

@@ -119,7 +119,7 @@ class PrefillResult:
     has_prefix_cache: bool = True
     """Whether the prefill engine has a prefix cache."""
     usage: Mapping[str, float] = field(default_factory=dict)
-    """What the prompt cost the prefill engine (`RequestUsage.to_dict`)."""
+    """Usage of the prefill engine by the prompt (`RequestUsage.to_dict`)."""
 
 
 class PrefillError(RuntimeError):

@@ -46,7 +46,7 @@ class ReplicaUsage:
     """Usage of one replica that serves.
 
     Args:
-        book: the sums, which begin anew here.
+        book: the sums, which begin at zero here.
         model: served name of its model.
         replica_id: the replica's id.
         exports: where the usage goes; None for nowhere.

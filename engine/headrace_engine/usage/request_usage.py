@@ -16,7 +16,7 @@ MAX_VALUE = 2**60
 
 @dataclass(slots=True)
 class RequestUsage:
-    """What engines did for a request, or for several: quantities may be added up.
+    """Work of engines for one request, or for several: quantities may be added up.
 
     A request that several engines worked on (a remote prefill, a stream that was resumed) has a
     part at each of them. Each part is counted by its own engine only.

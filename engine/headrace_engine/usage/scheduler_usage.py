@@ -30,13 +30,13 @@ Values = list[float]
 """Quantities in the order of `request_usage.NAMES`."""
 
 
-class UsageNews(NamedTuple):
-    """What the frontend has not been told.
+class UsageUpdate(NamedTuple):
+    """Usage that the frontend does not have yet.
 
     Attributes:
         growth: by tenant (empty if a request's salt names none), the growth of its sum.
         ended: requests that ended: id, tenant, and all that they cost this engine.
-        step_s: seconds of the steps since the last news.
+        step_s: seconds of the steps since the last update.
     """
 
     growth: dict[str, Values]
@@ -78,20 +78,20 @@ class _Account:
     """A request's usage in this engine.
 
     Attributes:
-        values: the quantities so far. told: those that the frontend has.
+        values: the quantities so far. reported: those that the frontend has.
         earlier_tokens: output tokens with which a resumed request began.
         hands_over: whether the engine only computes a prompt for another one, which answers.
         is_admitted: whether it was in a step.
     """
 
     __slots__ = (
-        *("earlier_tokens", "hands_over", "is_admitted", "request", "tenant", "told", "values"),
+        *("earlier_tokens", "hands_over", "is_admitted", "reported", "request", "tenant", "values"),
     )
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.tenant = tenant_of_salt(request.cache_salt or "")
-        self.values, self.told = _ZERO.copy(), _ZERO
+        self.values, self.reported = _ZERO.copy(), _ZERO
         self.earlier_tokens = int(request.num_output_tokens)
         self.hands_over = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
         self.is_admitted = False
@@ -121,7 +121,7 @@ class SchedulerUsage:
         self._steps: deque[_Step] = deque()
         self._ended: dict[str, None] = {}
         self._due: list[str] = []
-        """Requests that run on and are still to be told in this interval."""
+        """Requests that run on and are still to be reported in this interval."""
         self._last_output_s = self._reported_s = clock()
         self._seconds = 0.0
 
@@ -183,8 +183,8 @@ class SchedulerUsage:
         if self._is_on:
             self._ended[request_id] = None
 
-    def news(self) -> UsageNews:
-        """Return what the frontend has not been told, in part."""
+    def take_update(self) -> UsageUpdate:
+        """Return usage that the frontend does not have yet; the next steps report the rest."""
         growth: dict[str, Values] = {}
         ended: list[tuple[str, str, Values]] = []
         if self._ended:
@@ -196,30 +196,30 @@ class SchedulerUsage:
                 if account is not None:
                     if not account.is_admitted:
                         self._count_unused(account)
-                    self._tell(account, growth)
+                    self._report(account, growth)
                     ended.append((name, account.tenant, account.values))
         if not self._due and self._clock() - self._reported_s >= INTERVAL_S:
             self._reported_s = self._clock()
             self._due = list(self._accounts)
         for name in self._due[-LIVE_A_STEP:]:
             if name in self._accounts:
-                self._tell(self._accounts[name], growth)
+                self._report(self._accounts[name], growth)
         del self._due[-LIVE_A_STEP:]
         seconds, self._seconds = self._seconds, 0.0
-        return UsageNews(growth, ended, seconds)
+        return UsageUpdate(growth, ended, seconds)
 
     @staticmethod
-    def _tell(account: _Account, growth: dict[str, Values]) -> None:
-        """Add what a request cost since it was last told to its tenant's growth."""
+    def _report(account: _Account, growth: dict[str, Values]) -> None:
+        """Add the cost of a request since its last report to its tenant's growth."""
         account.count_output()
-        values, told = account.values, account.told
-        if values == told:
+        values, reported = account.values, account.reported
+        if values == reported:
             return
         total = growth.get(account.tenant, _ZERO)
         growth[account.tenant] = [
-            sum_ + now - then for sum_, now, then in zip(total, values, told, strict=True)
+            sum_ + now - then for sum_, now, then in zip(total, values, reported, strict=True)
         ]
-        account.told = values.copy()
+        account.reported = values.copy()
 
     def _count_found(self, account: _Account, start: int) -> None:
         """Count a request's tokens before `start`, from which on it is computed, by source."""
@@ -266,7 +266,7 @@ def kv_sources(connector: Any, request_id: str) -> dict[str, int]:
     """Return a request's `KvSources` from a scheduler's connector, or from those within it."""
     found: dict[str, int] = {}
     for child in getattr(connector, "_connectors", (connector,)):
-        told = getattr(child, "kv_sources", None)
-        for source, tokens in (told(request_id) if told is not None else {}).items():
+        sources = getattr(child, "kv_sources", None)
+        for source, tokens in (sources(request_id) if sources is not None else {}).items():
             found[source] = found.get(source, 0) + tokens
     return found

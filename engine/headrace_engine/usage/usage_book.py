@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_engine.usage.request_usage import RequestUsage, usage_of_values
-from headrace_engine.usage.scheduler_usage import UsageNews
+from headrace_engine.usage.scheduler_usage import UsageUpdate
 
 MAX_TENANTS = 256
 """Maximum number of tenants with totals of their own."""
@@ -103,7 +103,7 @@ class UsageBook:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on; what the engine did before was for no client."""
+        """Count from now on: earlier work of the engine was for no client."""
         self.since_s, self.step_s = time.time(), 0.0
         self.totals.clear()
         self.counters.clear()
@@ -145,13 +145,13 @@ class UsageBook:
             _, lost = self._followed.popitem(last=False)
             lost.record.end(lost.count)
 
-    def add(self, news: UsageNews) -> None:
+    def add(self, update: UsageUpdate) -> None:
         """Add what the engine reports."""
         self.has_reports = True
-        self.step_s += news.step_s
-        for tenant, values in news.growth.items():
+        self.step_s += update.step_s
+        for tenant, values in update.growth.items():
             self._total(tenant).add(usage_of_values(values))
-        for engine_id, _, values in news.ended:
+        for engine_id, _, values in update.ended:
             name = engine_id if engine_id in self._followed else engine_id.rpartition("-")[0]
             followed = self._followed.get(name)
             if followed is None:

@@ -1,6 +1,6 @@
 """The way of requests' usage from vLLM's scheduler to its frontend, within vLLM's statistics.
 
-The news travel in `SchedulerStats.ec_connector_stats`, a mapping that vLLM passes on unread. The
+The updates travel in `SchedulerStats.ec_connector_stats`, a mapping that vLLM passes on unread. The
 frontend takes them out before vLLM's own loggers see them. `tests/unit/test_contracts_usage.py`
 pins what is used here.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace_engine.usage.scheduler_usage import UsageNews
+from headrace_engine.usage.scheduler_usage import UsageUpdate
 
 KEY = "headrace_usage"
 
@@ -21,8 +21,8 @@ class UsageWatch:
     def on_request_end(self, request_id: str) -> None:
         """Handle the end of a request, well or not, before its last output leaves."""
 
-    def take_usage(self) -> UsageNews:
-        """Return what the frontend has not been told."""
+    def take_usage(self) -> UsageUpdate:
+        """Return usage that the frontend does not have yet."""
         raise NotImplementedError
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,21 +34,21 @@ class UsageWatch:
         """Return vLLM's statistics of a step, with the usage."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None:
-            news = self.take_usage()
-            if any(news):
-                stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: news}
+            update = self.take_usage()
+            if any(update):
+                stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: update}
         return stats
 
 
-def pass_usage(stats: Any, add: Callable[[UsageNews], None]) -> None:
+def pass_usage(stats: Any, add: Callable[[UsageUpdate], None]) -> None:
     """Take the usage out of vLLM's statistics (`SchedulerStats`), and pass it to `add`."""
-    told = stats.ec_connector_stats
-    if not told or KEY not in told:
+    carrier = stats.ec_connector_stats
+    if not carrier or KEY not in carrier:
         return
-    news = UsageNews(*told.pop(KEY))
-    if not told:
+    update = UsageUpdate(*carrier.pop(KEY))
+    if not carrier:
         stats.ec_connector_stats = None
-    add(news)
+    add(update)
 
 
 def vllm_counts(stats: Any, iteration: Any) -> dict[str, float]:

@@ -72,7 +72,7 @@ class _Replica:
 
 @dataclass(frozen=True)
 class UsageSum:
-    """What a tenant used of a model."""
+    """Usage of a model by a tenant."""
 
     tenant: str
     model: str
@@ -231,7 +231,7 @@ class UsageLedger:
             raise
 
     def _load(self, replica: _Replica, store: RecordStore, now_s: float) -> None:
-        """Take in what the store has of a replica: the same day, or its last totals before."""
+        """Merge the store's record of a replica: that of the same day, or the last one before."""
         first = min((*replica.earlier, replica.day))
         name = _record_name(replica.record.replica_id)
         oldest = max(int(replica.since_s // DAY_S), first - MAX_DAYS)
