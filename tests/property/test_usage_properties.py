@@ -57,7 +57,7 @@ step = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.sampled_from(["shop", "bank"]), st.integers(1, 90), st.integers(0, 90)),
