@@ -36,8 +36,12 @@ asyncio.run(run())
 """
 
 
-async def talk(url: str, name: str) -> tuple[str | None, list[str]]:
-    """Take turns until the gateway is gone; the last response that is whole, and its prompt."""
+async def talk(url: str, name: str, any_whole: asyncio.Event) -> tuple[str | None, list[str]]:
+    """Take turns until the gateway is gone; the last response that is whole, and its prompt.
+
+    Args:
+        any_whole: set when a response is whole.
+    """
     last: str | None = None
     prompt: list[str] = []
     with contextlib.suppress(openai.APIError):
@@ -51,6 +55,7 @@ async def talk(url: str, name: str) -> tuple[str | None, list[str]]:
                     if event.type == "response.completed":
                         last = event.response.id
                         prompt += [text, event.response.output_text]
+                        any_whole.set()
     return last, prompt
 
 
@@ -67,11 +72,13 @@ async def test_every_turn_that_a_client_has_is_found_after_a_gateway_was_killed(
         async with openai.AsyncOpenAI(base_url=survivor.url, api_key="none") as client:
             for kill in range(KILLS):
                 victim = await GatewayProcess.start(GATEWAY, replica, tmp_path)
+                any_whole = asyncio.Event()
                 talks = [
-                    asyncio.create_task(talk(victim.url, f"{kill}.{number}"))
+                    asyncio.create_task(talk(victim.url, f"{kill}.{number}", any_whole))
                     for number in range(CLIENTS)
                 ]
-                await asyncio.sleep(choice.uniform(0.05, 0.5))
+                await any_whole.wait()
+                await asyncio.sleep(choice.uniform(0, 0.4))
                 await victim.kill()
                 for last, prompt in await asyncio.gather(*talks):
                     if last is None:

@@ -34,7 +34,7 @@ def key_file(folder: Path) -> str:
 
 def ledger_in(folder: Path) -> UsageLedger:
     """With usage of two tenants in this hour."""
-    ledger = UsageLedger(lambda: SqliteStore(folder, 1e9, 1 << 30, file=FILE))
+    ledger = UsageLedger(lambda: SqliteStore(folder, 1e9, 1 << 30, name=FILE))
     usage = {"requests": 1, "prompt_tokens": 9, "engine_s": 0.5}
     ledger.take(
         {

@@ -30,7 +30,7 @@ class Bench:
         self.ledgers: list[UsageLedger] = []
 
     def ledger(self, ttl_s: float = 400 * DAY_S) -> UsageLedger:
-        made = UsageLedger(lambda: SqliteStore(self.folder, ttl_s, 1 << 30, file=FILE), self.clock)
+        made = UsageLedger(lambda: SqliteStore(self.folder, ttl_s, 1 << 30, name=FILE), self.clock)
         self.ledgers.append(made)
         return made
 
