@@ -16,8 +16,8 @@ When all is idle, these must be equal; each pair that is not counts one:
                           of the app's own have no tenant and are left out
     mismatch.requests     a whole answer's `usage` in the API and the request's usage by its id
     mismatch.headers      a whole answer's header and the request's usage by its id
-    mismatch.ledger       the ledger and the replicas' totals; of a killed replica, which cannot be
-                          asked, the ledger must have at least the requests that had ended
+    mismatch.ledger       the ledger and the replicas' totals; of killed replicas, which cannot be
+                          asked, the ledger must have at least the requests of earlier phases
 
 The usage of a request by its id lacks the parts of replicas that are gone, so requests whose answer
 a killed replica began are not compared one by one. The ledger has their usage, except for the last
@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,7 +242,7 @@ def measure(
 ) -> dict[str, float]:
     """Send the requests, and compare."""
     load = Load(str(admin.client.base_url), model, keys, random.Random(options.seed))
-    killed: list[str] = []
+    comparison, killed = Comparison(admin), set[str]()
     began = time.monotonic()
     phases = 3 + options.kills
     count = options.requests // phases
@@ -251,15 +251,27 @@ def measure(
         victim = None
         if number >= 3:
             victim = next(one for one in admin.replicas() if one["role"] == "decode")
-            killed.append(victim["replica_id"])
-        size = count if number < phases - 1 else options.requests - count * (phases - 1)
+            killed.add(victim["replica_id"])
+        before = len(load.sent)
+        size = count if number < phases - 1 else options.requests - before
         asyncio.run(_phase(load, size, options.clients, victim))
         print(f"{len(load.sent)} requests, {time.monotonic() - began:.0f} s", flush=True)
         if victim is not None:
             admin.wait_back(2)
-    admin.wait_idle()
+        admin.wait_idle()
+        comparison.requests(load.sent[before:], killed)
     time.sleep(LEDGER_S)
-    return compare(admin, load, killed)
+    totals = comparison.replicas(killed)
+    figures: dict[str, float] = {f"mismatch.{name}": comparison.wrong[name] for name in MISMATCHES}
+    figures |= {f"total.{name}": totals[name] for name in NAMES}
+    return figures | {
+        "requests": len(load.sent),
+        "answered": sum(sent.status == 200 for sent in load.sent),
+        "aborted": sum(sent.aborted for sent in load.sent),
+        "failed": sum(sent.status not in (0, 200) for sent in load.sent),
+        "compared": comparison.compared,
+        "killed": len(killed),
+    }
 
 
 async def _phase(load: Load, count: int, clients: int, victim: Mapping[str, Any] | None) -> None:
@@ -276,83 +288,86 @@ async def _phase(load: Load, count: int, clients: int, victim: Mapping[str, Any]
         await asyncio.gather(load.run(client, count, clients), kill())
 
 
-def compare(admin: Admin, load: Load, killed: list[str]) -> dict[str, float]:
-    """Return the numbers of mismatches, and what was compared."""
-    wrong: Counter[str] = Counter({name: 0 for name in MISMATCHES})
+class Comparison:
+    """Usage beside counters, ledger and answers.
 
-    def differs(kind: str, what: str, one: float, other: float, tolerance: float = 0.0) -> None:
-        if abs(one - other) > tolerance:
-            wrong[kind] += 1
-            if wrong[kind] <= 5:
-                print(f"{kind}: {what}: {one} and {other}")
+    Attributes:
+        wrong: numbers of mismatches by kind.
+        compared: number of answers that were compared one by one.
+    """
 
-    living = {one["replica_id"]: one for one in admin.replicas() if "usage" in one}
-    by_replica: dict[str, Counter[str]] = {}
-    checked = 0
-    for sent in load.sent:
-        answer = admin.client.get(f"/headrace/v1/usage/{sent.request_id}")
-        if answer.status_code != 200:
-            if sent.status == 200 and not sent.aborted and not killed:
-                differs("requests", f"{sent.request_id} is unknown", 0, 1)
-            continue
-        document = answer.json()
-        resumed = sum(p["usage"].get("output_tokens", 0) > 0 for p in document["parts"]) > 1
-        for part in document["parts"]:
-            if part["tenant"] != sent.tenant:
-                differs("requests", f"{sent.request_id}: tenant {part['tenant']}", 0, 1)
-            by_replica.setdefault(part["replica_id"], Counter()).update(part["usage"])
-        if sent.replica in killed:
-            continue
-        if sent.usage and not sent.aborted and sent.status == 200:
-            got = document["usage"]
-            if got["requests"] == 1 and not resumed:
-                checked += 1
-                for ours, theirs in (
-                    ("prompt_tokens", "prompt_tokens"),
-                    ("output_tokens", "completion_tokens"),
-                ):
-                    what = f"{sent.request_id} {ours}"
-                    differs("requests", what, got[ours], sent.usage[theirs])
-            if sent.header is not None:
-                told = dict(each.split("=") for each in sent.header.split(", "))
-                for name in NAMES:
-                    tolerance = 1e-5 if name == "engine_s" else 0.0
-                    value = float(told.get(name, 0))
-                    differs("headers", f"{sent.request_id} {name}", value, got[name], tolerance)
-    totals: Counter[str] = Counter()
-    for name, replica in living.items():
-        usage, parts = replica["usage"], by_replica.get(name, Counter())
-        total, counts = usage["total"], usage["vllm"]
-        totals.update(total)
-        for each in COUNTED:
-            differs("counters", f"{name} {each}", total.get(each, 0), counts.get(each, 0))
-        step_s = usage["step_s"]
-        differs("counters", f"{name} engine_s", total.get("engine_s", 0), step_s, 1e-6 * step_s)
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._by_replica: dict[str, Counter[str]] = {}
+        self.wrong: Counter[str] = Counter({name: 0 for name in MISMATCHES})
+        self.compared = 0
+
+    def requests(self, sent: Sequence[Sent], killed: Collection[str]) -> None:
+        """Compare the answers of a phase with the usage of their requests."""
+        for one in sent:
+            answer = self._admin.client.get(f"/headrace/v1/usage/{one.request_id}")
+            if answer.status_code != 200:
+                if one.status == 200 and not one.aborted and one.replica not in killed:
+                    self._differ("requests", f"{one.request_id} is unknown", 0, 1)
+                continue
+            document = answer.json()
+            for part in document["parts"]:
+                if part["tenant"] != one.tenant:
+                    self._differ("requests", f"{one.request_id}: tenant {part['tenant']}", 0, 1)
+                replica = self._by_replica.setdefault(part["replica_id"], Counter())
+                replica.update(part["usage"])
+            if one.usage and not one.aborted and one.status == 200 and one.replica not in killed:
+                self._answer(one, document["usage"])
+
+    def _answer(self, sent: Sent, usage: Mapping[str, float]) -> None:
+        assert sent.usage is not None
+        self.compared += 1
+        fields = {"prompt_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+        for ours, theirs in fields.items():
+            what = f"{sent.request_id} {ours}"
+            self._differ("requests", what, usage[ours], sent.usage[theirs])
+        if sent.header is not None:
+            told = dict(each.split("=") for each in sent.header.split(", "))
+            for name in NAMES:
+                tolerance = 1e-5 if name == "engine_s" else 0.0
+                what = f"{sent.request_id} {name}"
+                self._differ("headers", what, float(told.get(name, 0)), usage[name], tolerance)
+
+    def replicas(self, killed: Collection[str]) -> Counter[str]:
+        """Compare the replicas' sums with counters, requests and ledger; return the sum."""
+        totals: Counter[str] = Counter()
+        for replica in self._admin.replicas():
+            name, usage = replica["replica_id"], replica["usage"]
+            total, parts = usage["total"], self._by_replica.get(name, Counter())
+            totals.update(total)
+            for each in COUNTED:
+                what = f"{name} {each}"
+                self._differ("counters", what, total.get(each, 0), usage["vllm"].get(each, 0))
+            slack = 1e-6 * usage["step_s"]
+            seconds = total.get("engine_s", 0)
+            self._differ("counters", f"{name} engine_s", seconds, usage["step_s"], slack)
+            for each in NAMES:
+                clients = total.get(each, 0) - usage["without_tenant"].get(each, 0)
+                tolerance = slack if each == "engine_s" else 0.0
+                self._differ("sums", f"{name} {each}", clients, parts[each], tolerance)
+        ledger: Counter[str] = Counter()
+        for row in self._admin.get("/headrace/v1/usage?since=48h")["usage"]:
+            ledger.update({each: row[each] for each in NAMES})
         for each in NAMES:
-            tolerance = 1e-6 * step_s if each == "engine_s" else 0.0
-            clients = total.get(each, 0) - usage["without_tenant"].get(each, 0)
-            differs("sums", f"{name} {each}", clients, parts[each], tolerance)
-    ledger: Counter[str] = Counter()
-    for row in admin.get("/headrace/v1/usage?since=48h")["usage"]:
-        ledger.update({each: row[each] for each in NAMES})
-    for each in NAMES:
-        gone = ledger[each] - totals[each]
-        tolerance = 1e-3 if each == "engine_s" else 0.0
-        if killed:
-            differs("ledger", each, min(0.0, gone), 0, tolerance)
-        else:
-            differs("ledger", each, gone, 0, tolerance)
-    resumed_parts = sum(1 for sent in load.sent if sent.status == 200)
-    figures: dict[str, float] = {f"mismatch.{name}": wrong[name] for name in MISMATCHES}
-    figures |= {f"total.{name}": totals[name] for name in NAMES}
-    return figures | {
-        "requests": len(load.sent),
-        "answered": resumed_parts,
-        "aborted": sum(sent.aborted for sent in load.sent),
-        "failed": sum(sent.status not in (0, 200) for sent in load.sent),
-        "compared": checked,
-        "killed": len(killed),
-    }
+            gone = ledger[each] - totals[each]
+            known = sum(self._by_replica.get(name, Counter())[each] for name in killed)
+            tolerance = 1e-3 if each == "engine_s" else 0.0
+            missing = max(0.0, known - gone) if killed else gone
+            self._differ("ledger", each, missing, 0, tolerance)
+        return totals
+
+    def _differ(
+        self, kind: str, what: str, one: float, other: float, tolerance: float = 0.0
+    ) -> None:
+        if abs(one - other) > tolerance:
+            self.wrong[kind] += 1
+            if self.wrong[kind] <= 5:
+                print(f"{kind}: {what}: {one} and {other}")
 
 
 if __name__ == "__main__":

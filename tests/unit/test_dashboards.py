@@ -21,6 +21,7 @@ from headrace.observability.metrics import TTFT_BUCKETS_S, RayGatewayMetrics, Ra
 from headrace.observability.speculation import RaySpeculationMetrics
 from headrace.observability.store import RayStoreMetrics
 from headrace.observability.totals import TotalCounter
+from headrace.observability.usage import RayUsageMetrics
 from scripts.generate.dashboards import alerts, promql
 from scripts.generate.dashboards.boards import dashboards
 from scripts.generate.dashboards.files import CHART_FILES, files
@@ -66,7 +67,7 @@ def of_ours() -> dict[str, set[str]]:
             ):
                 found[f"ray_{info['name']}{suffix}"] = set(info["tag_keys"])
 
-    kinds = (RayPlanMetrics, RaySpeculationMetrics, RayStoreMetrics)
+    kinds = (RayPlanMetrics, RaySpeculationMetrics, RayStoreMetrics, RayUsageMetrics)
     for made in (RayGatewayMetrics(), *(kind() for kind in kinds)):
         take(vars(made))
     return found

@@ -40,13 +40,8 @@ def tenants() -> DashboardSpec:
                 "reqps",
             ),
             Panel(
-                "Answer tokens by tenant",
-                "For whom do the engines work? Long answers cost more than many requests.",
-                {"{{tenant}}": q.rate(TOKENS, WINDOW, "tenant")},
-            ),
-            Panel(
                 "Engine time by tenant",
-                "Who uses the engines, in engine seconds a second? docs/usage.md says what counts.",
+                "For whom do the engines work, in engine seconds a second? See docs/usage.md.",
                 {"{{tenant}}": q.rate(USAGE, WINDOW, "tenant", quantity="engine_s")},
             ),
             Panel(
