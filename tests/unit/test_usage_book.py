@@ -116,6 +116,13 @@ async def test_a_record_is_awaited_until_its_last_row(book: UsageBook) -> None:
     assert await record.completed(60.0)
 
 
+async def test_several_may_wait_for_one_record(book: UsageBook) -> None:
+    record = book.record_of("shop", "r")
+    book.follow("e", record)
+    asyncio.get_running_loop().call_soon(book.add, ended("e"))
+    assert await asyncio.gather(*(record.completed(60.0) for _ in range(3))) == [True] * 3
+
+
 def test_a_restart_begins_at_zero(book: UsageBook) -> None:
     book.add(grown(step_s=1.0, computed_tokens=5))
     book.count(computed_tokens=5)

@@ -20,7 +20,7 @@ logger = logging.getLogger("headrace.engine")
 
 EXPORT_S = 2.0
 """Interval at which the totals become metrics."""
-LAST_REPORT_S = 3.0
+LAST_REPORT_S = 2.0
 """Time limit of the last report."""
 
 ExportUsage = Callable[[str, Mapping[str, RequestUsage]], None]

@@ -57,6 +57,7 @@ class UsageRecord:
     def begin(self) -> None:
         """Record a request to the engine."""
         self._running += 1
+        self._waiting = None
 
     def end(self, count: int = 1) -> None:
         """Record the end of requests to the engine."""
@@ -67,7 +68,7 @@ class UsageRecord:
     async def completed(self, limit_s: float) -> bool:
         """Wait until the record is complete; return whether it is, after `limit_s` at most."""
         if not self.is_complete:
-            self._waiting = asyncio.Event()
+            self._waiting = self._waiting or asyncio.Event()
             try:
                 async with asyncio.timeout(limit_s):
                     await self._waiting.wait()
