@@ -177,7 +177,9 @@ async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
 
     replica = DecodeServer.__new__(DecodeServer)
     replica.engine = SimpleNamespace(
-        build_asgi_app=build_asgi_app, parsers=SimpleNamespace(why_no_tools=None)
+        build_asgi_app=build_asgi_app,
+        parsers=SimpleNamespace(why_no_tools=None),
+        meter=SimpleNamespace(usage=None),
     )
     replica._llm_config = LLMConfig(model_loading_config={"model_id": "m", "model_source": "m"})
     app = await replica.__serve_build_asgi_app__()
