@@ -16,7 +16,6 @@ from headrace.config.key_file import HASH, NAME, ModelName
 from headrace.config.models import MAX_MODELS
 from headrace.config.section import Resources, Section
 from headrace.config.tls_files import TlsFiles
-from headrace.config.usage import UsageSettings
 
 _HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _ORIGIN = re.compile(r"https?://[^/\s]+")
@@ -99,6 +98,23 @@ class AdmissionSettings(Section):
         if self.default_class is not None and self.default_class not in self.classes:
             raise ValueError(f"default_class: there is no class {self.default_class!r}")
         return self
+
+
+class UsageSettings(Section):
+    """The ledger of usage by tenant and model, hour by hour (`headrace usage`)."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Keep what requests cost by tenant and model, where conversation state is kept "
+        "(`gateway.conversations.folder` or `object_url`, in a file of its own). false: only the "
+        "metrics and the usage of the last requests.",
+    )
+    ttl_s: float = Field(
+        default=34_560_000,
+        ge=86_400,
+        le=315_360_000,
+        description="Seconds for which a day is kept; 400 days by default.",
+    )
 
 
 class GatewaySettings(Section):
