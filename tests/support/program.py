@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[2]
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -29,6 +29,6 @@ def engine_environment(**more: str) -> dict[str, str]:
     }
 
 
-def say(found: Any) -> None:
-    """To whoever runs this program."""
-    print(json.dumps({"said": found}), flush=True)
+def say(found: Any, to: TextIO | None = None) -> None:
+    """To whoever runs this program, or to a stream of its own."""
+    print(json.dumps({"said": found}), file=to, flush=True)

@@ -285,6 +285,8 @@ def _main(folder: Path, offered: dict[str, float]) -> None:
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what others print is no part of an answer
     _start_fork_server(folder / "forkserver.log")
     # Short: Ray's Unix sockets lie deep in it.
     ray.init(
@@ -303,7 +305,7 @@ def _main(folder: Path, offered: dict[str, float]) -> None:
         if config is not None:
             schema = ServeDeploySchema.model_validate({"applications": [config]})
             _get_global_client().deploy_apps(schema)
-            say(None)
+            say(None, told)
             continue
         app = serve.status().applications.get(NAME)
         deployments = {} if app is None else app.deployments
@@ -315,7 +317,8 @@ def _main(folder: Path, offered: dict[str, float]) -> None:
                     name: {str(getattr(k, "value", k)): v for k, v in each.replica_states.items()}
                     for name, each in deployments.items()
                 },
-            }
+            },
+            told,
         )
     with contextlib.suppress(Exception):
         serve.shutdown()
