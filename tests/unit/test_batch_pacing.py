@@ -34,20 +34,24 @@ def test_without_a_replica_one_line_wakes_it_and_none_is_taken_back() -> None:
     assert LinePacer(16).target(LineLoad(replicas=0, lines=5), 0.0) == 5
 
 
-def test_beside_requests_each_replica_keeps_one_line() -> None:
+def test_beside_requests_each_replica_has_the_lines_that_lengthen_a_step_little() -> None:
     pacer = LinePacer(16)
     pacer.on_start(0.0)
-    assert pacer.target(replace(BUSY, lines=20), 1.0) == 2
+    assert pacer.target(replace(BUSY, lines=20, slowdown=1.0), 1.0) == 20
+    assert pacer.target(replace(BUSY, lines=20, slowdown=1.01), 1.0) == 8, "four each"
+    assert pacer.target(replace(BUSY, lines=20, slowdown=1.2), 1.0) == 2, "each keeps one"
+    assert pacer.target(replace(BUSY, lines=20, step_s=0.0), 1.0) == 2, "steps are unknown"
 
 
-def test_beside_requests_a_line_starts_once_in_many_steps() -> None:
+def test_beside_requests_a_line_starts_at_each_replica_once_in_many_steps() -> None:
     pacer = LinePacer(16)
     pacer.on_start(0.0)
-    spacing_s = START_STEPS * BUSY.step_s
+    spacing_s = START_STEPS * BUSY.step_s / BUSY.replicas
     assert pacer.target(BUSY, spacing_s - 0.01) == 0
     assert pacer.target(BUSY, spacing_s) == 1
-    assert pacer.target(replace(BUSY, lines=1), spacing_s) == 2
-    assert pacer.target(replace(BUSY, lines=2), spacing_s) == 2
+    assert pacer.target(BUSY, 2 * spacing_s) == 2
+    assert pacer.target(replace(BUSY, lines=31), 9 * spacing_s) == 32
+    assert pacer.target(replace(BUSY, lines=32), 9 * spacing_s) == 32
 
 
 def test_a_line_that_would_slow_streams_down_waits_but_not_for_ever() -> None:

@@ -6,12 +6,13 @@ For one model:
   requests, lines start when `QUIET_S` have passed: a shorter pause is a user who reads. There are
   `FIRST_LINES` then, and twice as many after each further `QUIET_S`, so that few are taken back if
   requests arrive again.
-- Beside other requests, each replica has at most one line. A line lengthens the steps of the
-  streams beside it twice: once by its prompt, and then by one more row. So a line starts only if
-  one more row makes a step at most `MAX_SLOWDOWN` times as long, and at most one line starts in
-  `START_STEPS` steps. Fewer than 1 % of the steps then carry a prompt.
+- A line lengthens the steps of the streams beside it twice: once by its prompt, and then by one
+  more row. So beside other requests, each replica has as many lines as make a step at most
+  `MAX_SLOWDOWN` times as long, and at most one of its lines starts in `START_STEPS` steps. Fewer
+  than 1 % of the steps then carry a prompt.
 - One line starts after each `MAX_PAUSE_S` in any case, so that every batch makes progress.
-- If requests arrive while more lines are in flight, the surplus is taken back and run later.
+- If requests arrive while more lines are in flight, the surplus is taken back and run later. Each
+  replica keeps one.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ FIRST_LINES = 4
 """Lines at each replica that start then."""
 MAX_DOUBLINGS = 20
 MAX_SLOWDOWN = 1.05
+MIN_ROW = 1e-6
+"""Least part of a step that a row is assumed to take."""
 START_STEPS = 200
-"""Minimum number of steps of the streams between two lines that start beside them."""
+"""Minimum number of steps of a replica's streams between two lines that start beside them."""
 DEFAULT_STEP_S = 0.05
 """Assumed length of a step until replicas have reported theirs."""
 MAX_PAUSE_S = 60.0
@@ -81,8 +84,8 @@ class LinePacer:
         if not load.replicas:
             return max(1, load.lines)  # one wakes replicas that are scaled to zero
         if load.requests:
-            beside = min(load.lines, load.replicas)
-            return beside + self._starts_beside(load, now_s)
+            kept = load.replicas * max(1, self._lines_beside(load))
+            return min(load.lines, kept) + self._starts_beside(load, now_s)
         if load.elsewhere > UNCERTAIN * load.lines:
             return load.lines + self._starts_beside(load, now_s)
         quiet_s = now_s - self._busy_s
@@ -92,11 +95,25 @@ class LinePacer:
         limit = min(self._lines_per_replica, FIRST_LINES << doublings)
         return max(load.lines, limit * load.replicas)
 
+    def _lines_beside(self, load: LineLoad) -> int:
+        """Return the number of lines that each replica may have beside other requests.
+
+        A step of length 1 contains the rows of the lines in flight, n at each replica, and a row
+        takes r of it. So the step is 1 - n r without them, and m lines lengthen it to at most
+        `MAX_SLOWDOWN` times that if m r <= (MAX_SLOWDOWN - 1) (1 - n r). One while steps are
+        unknown.
+        """
+        if not load.step_s:
+            return 1
+        row = max(load.slowdown - 1.0, MIN_ROW)
+        without = max(0.0, 1.0 - row * load.lines / load.replicas)
+        return min(self._lines_per_replica, int((MAX_SLOWDOWN - 1.0) * without / row))
+
     def _starts_beside(self, load: LineLoad, now_s: float) -> int:
-        """Return the number of lines that may start beside other requests: 0 or 1."""
-        if load.lines >= load.replicas:
-            return 0
+        """Return the number of lines that may start beside other requests."""
         paused_s = now_s - self._started_s
-        step_s = load.step_s or DEFAULT_STEP_S
-        may_start = load.slowdown <= MAX_SLOWDOWN and paused_s >= START_STEPS * step_s
-        return int(may_start or paused_s >= MAX_PAUSE_S)
+        room = load.replicas * self._lines_beside(load) - load.lines
+        if room <= 0:
+            return int(paused_s >= MAX_PAUSE_S and load.lines < load.replicas)
+        replica_steps = load.replicas * paused_s / (load.step_s or DEFAULT_STEP_S)
+        return int(min(room, replica_steps / START_STEPS))
