@@ -26,10 +26,11 @@ class Costs:
     flops_s: float = 0.5 * 312e12
     kv_bytes_token: int = 131_072
     load_bytes_s: float = 20e9
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def block_bytes(self) -> int:
-        return BLOCK_TOKENS * self.kv_bytes_token
+        return self.block_tokens * self.kv_bytes_token
 
     @property
     def load_s(self) -> float:
@@ -37,8 +38,8 @@ class Costs:
 
     def compute_s(self, depth: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds to prefill a block that `depth` blocks stand before, causal within itself."""
-        context = BLOCK_TOKENS * (np.asarray(depth) + 0.5)
-        flops = BLOCK_TOKENS * (self.flops_token + self.flops_pair * context)
+        context = self.block_tokens * (np.asarray(depth) + 0.5)
+        flops = self.block_tokens * (self.flops_token + self.flops_pair * context)
         return np.asarray(flops / self.flops_s, dtype=np.float64)
 
 
