@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.kvpolicy.workload import Workload, from_chains
+from benchmarks.kvpolicy.workload import Workload
 
 SESSIONS_PER_S = 1.5
 SYSTEM_PROMPTS = 8
@@ -70,8 +70,8 @@ def sessions(seed: int, seconds: float, block_tokens: int) -> list[Session]:
     system = rng.integers(*SYSTEM_TOKENS, SYSTEM_PROMPTS, endpoint=True)
     popularity = 1.0 / np.arange(1, SYSTEM_PROMPTS + 1)
     popularity /= popularity.sum()
-    per_system = CONTEXT_TOKENS // block_tokens
-    fresh, start_s, found = SYSTEM_PROMPTS * per_system, 0.0, []
+    ends = np.cumsum(system // block_tokens)
+    fresh, start_s, found = int(ends[-1]), 0.0, []
     while True:
         start_s += rng.exponential(1.0 / SESSIONS_PER_S)
         if start_s >= seconds:
@@ -90,19 +90,15 @@ def sessions(seed: int, seconds: float, block_tokens: int) -> list[Session]:
             gaps.append(gap_s(rng, median_s))
         shared = int(system[kind]) // block_tokens
         own = tokens[-1] // block_tokens - shared
-        blocks = np.concatenate(
-            [kind * per_system + np.arange(shared), fresh + np.arange(own)]
-        ).astype(np.int64)
+        blocks = np.concatenate([np.arange(ends[kind] - shared, ends[kind]), fresh + np.arange(own)])
         fresh += own
-        found.append(
-            Session(start_s, blocks, np.array(tokens), np.array(gaps[: len(tokens) - 1]))
-        )
+        found.append(Session(start_s, blocks, np.array(tokens), np.array(gaps[: len(tokens) - 1])))
 
 
 def as_workload(found: list[Session], seconds: float, block_tokens: int) -> Workload:
     """Return the turns that arrive within `seconds`, if every first token comes at once."""
     turns = [
-        (float(at), session.blocks[: int(tokens) // block_tokens].tolist())
+        (float(at), session.blocks[: int(tokens) // block_tokens])
         for session in found
         for at, tokens in zip(
             session.start_s + np.concatenate([[0.0], np.cumsum(session.gaps_s)]),
@@ -112,4 +108,6 @@ def as_workload(found: list[Session], seconds: float, block_tokens: int) -> Work
         if at < seconds
     ]
     turns.sort(key=lambda turn: turn[0])
-    return from_chains("agents", [turn[1] for turn in turns], [turn[0] for turn in turns])
+    starts = np.concatenate([[0], np.cumsum([len(blocks) for _, blocks in turns])])
+    blocks = np.concatenate([blocks for _, blocks in turns])
+    return Workload("agents", blocks, starts, np.array([at for at, _ in turns]))

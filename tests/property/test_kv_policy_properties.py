@@ -18,7 +18,8 @@ from benchmarks.kvpolicy.workload import Costs, Workload, from_chains
 from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT, WRITING
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
-from headrace_kvstore.policy.hazard import AGES, best_rate, fit
+from headrace_kvstore.policy.hazard import AGES, CELLS, best_rate, fit
+from headrace_kvstore.policy.history import PACE_TURNS, usual_gap_s
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.tree import Forest
 
@@ -195,7 +196,7 @@ def test_a_replay_keeps_its_books(name: str, work: Workload, slots: int) -> None
 def test_hazards_and_best_rates_are_positive_and_finite(
     cells: list[tuple[int, int, float]],
 ) -> None:
-    events, exposure_s = np.zeros((2016, AGES)), np.zeros((2016, AGES))
+    events, exposure_s = np.zeros((CELLS, AGES)), np.zeros((CELLS, AGES))
     for cell, age, amount in cells:
         events[cell, age] += amount
         exposure_s[cell, age] += amount * 100
@@ -203,3 +204,13 @@ def test_hazards_and_best_rates_are_positive_and_finite(
     rate = best_rate(hazard)
     assert np.isfinite(rate).all() and (hazard > 0).all()
     assert (rate <= hazard.max(axis=1, keepdims=True) * (1 + 1e-9)).all()
+
+
+@given(gaps_s=st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40))
+def test_the_usual_gap_is_the_geometric_mean_until_older_gaps_fade(gaps_s: list[float]) -> None:
+    usual_s = -1.0
+    for turn, gap_s in enumerate(gaps_s, 1):
+        usual_s = usual_gap_s(usual_s, gap_s, turn)
+        assert min(gaps_s[:turn]) * 0.999 <= usual_s <= max(gaps_s[:turn]) * 1.001
+        if turn <= PACE_TURNS:
+            assert np.isclose(np.log(usual_s), np.mean(np.log(gaps_s[:turn])), atol=1e-6)

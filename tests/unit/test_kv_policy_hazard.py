@@ -68,6 +68,19 @@ def test_waiting_counts_for_prompts_that_never_return() -> None:
     assert np.allclose(h.exposure_s.sum(0)[:3], np.diff(AGE_EDGES_S)[:3])
 
 
+def test_a_conversation_is_of_the_class_of_its_usual_gap() -> None:
+    h = History(blocks=1024)
+    for agent in (True, False):
+        now_s, keys = 0.0, [1 + agent]
+        first = h.note(keys, now_s)
+        for gap_s in (2.5, 3.0, 100.0, 3.5, 2.5) if agent else (100.0, 140.0, 90.0):
+            now_s += gap_s
+            keys = [*keys, 10 * keys[-1] + agent]
+            assert h.note(keys, now_s) == first
+        turn = len(keys) - 1
+        assert h.prompts[first]["cell"] == cell_of(5.8 if agent else 108.0, turn, 1, turn + 1)
+
+
 def test_a_forgotten_conversation_starts_anew() -> None:
     h = History(prompts=2)
     first = h.note([1], 0.0)
@@ -87,15 +100,16 @@ def test_a_clock_that_jumps_back_is_no_time() -> None:
 
 def test_age_bins_start_at_their_edges() -> None:
     assert age_bin(0.0) == 0
-    assert age_bin(7.99) == 0
-    assert age_bin(8.0) == 1
+    assert age_bin(0.49) == 0
+    assert age_bin(0.5) == 1
+    assert age_bin(8.0) == 9
     assert age_bin(1e9) == AGES - 1
 
 
 def test_cells_stay_in_range() -> None:
     seen = {
-        cell_of(gap, turn, fresh, blocks)
-        for gap in (-1.0, 0.0, 15.9, 16.0, 1e12)
+        cell_of(pace, turn, fresh, blocks)
+        for pace in (-1.0, 0.0, 0.9, 1.0, 1e12)
         for turn in (0, 1, 2, 3, 5, 9, 10**6)
         for fresh in (0, 1, 2, 8, 10**6)
         for blocks in (1, 4, 128, 10**6)
@@ -134,8 +148,9 @@ def test_the_best_rate_is_the_hazard_where_that_falls() -> None:
 
 def test_the_best_rate_sees_a_peak_to_come() -> None:
     hazard = np.full((1, AGES), 1e-6)
-    hazard[0, 6] = 0.05  # 45 to 64 s
+    peak = age_bin(50.0)
+    hazard[0, peak] = 0.05  # 45 to 64 s
     rate = best_rate(hazard)[0]
     assert rate[0] > 100 * hazard[0, 0]
-    assert (np.diff(rate[:7]) > 0).all()
+    assert (np.diff(rate[: peak + 1]) > 0).all()
     assert np.isclose(rate[7], 1e-6)

@@ -73,7 +73,7 @@ def state_dtype(prompts: int = 1 << 16, blocks: int = 1 << 18) -> np.dtype:
     """Return the dtype of the policy's state, one record.
 
     The policy follows `prompts` conversations and remembers `blocks` blocks (a multiple of 8). With
-    the defaults the state takes 10 MB.
+    the defaults the state takes 12 MB.
     """
     if prompts < 1 or blocks < WAYS or blocks % WAYS:
         raise ValueError("prompts >= 1 and blocks a positive multiple of 8")

@@ -2,15 +2,16 @@
 
 The hazard of a prompt is the rate, per second, at which its next turn arrives, given that it has
 not arrived yet. It falls with age, but not from the start (people read before they write), and
-depends on how the conversation went so far. With five features in classes and age in bins
+depends on how the conversation went so far. With four features in classes and age in bins
 
-    hazard(x, age) = base(gap, age) * f_turn(turn) * f_fresh(fresh) * f_length(length)
+    hazard(x, age) = base(pace, age) * f_turn(turn) * f_fresh(fresh) * f_length(length)
 
-where ``base`` is a table over age bin and the class of the previous gap. This is the piecewise
-exponential model (Friedman, Piecewise exponential models for survival data with covariates, Ann.
-Statist. 10, 1982): within a cell events are Poisson with mean hazard * exposure, and its maximum
-likelihood comes from iterative proportional fitting over the cells' events and exposures. Each
-factor is shrunk to 1 by `PRIOR_EVENTS` events that the rest of the model predicted right. Prompts
+where ``base`` is a table over age bin and the class of the conversation's usual gap. Agents return
+within seconds and people within minutes, so bins and classes begin below a second. This is the
+piecewise exponential model (Friedman, Piecewise exponential models for survival data with
+covariates, Ann. Statist. 10, 1982): within a cell events are Poisson with mean hazard * exposure,
+and its maximum likelihood comes from iterative proportional fitting over the cells' events and
+exposures. Each factor is shrunk to 1 by `PRIOR_EVENTS` events that the rest of the model predicted right. Prompts
 not asked for again count through their exposure, so nothing is biased towards those that return.
 
 The value of holding a block is not the hazard now but the best rate ahead:
@@ -28,16 +29,16 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-GAPS = 8  # none before, < 16 s, < 32 s, ..., >= 512 s
+PACES = 12  # no gap before, < 1 s, < 2 s, < 4 s, ..., < 512 s, more
 TURNS = 6  # 0, 1, 2, 3-4, 5-8, 9 and more
 FRESH = 6  # blocks new in this turn: 0, 1, 2-3, 4-7, 8-15, 16 and more
 LENGTHS = 7  # blocks: < 4, < 8, < 16, ..., < 128, more
-AGES = 24
+AGES = 32
 
-SHAPE = (GAPS, TURNS, FRESH, LENGTHS, AGES)
-CELLS = GAPS * TURNS * FRESH * LENGTHS
+SHAPE = (PACES, TURNS, FRESH, LENGTHS, AGES)
+CELLS = PACES * TURNS * FRESH * LENGTHS
 
-AGE_EDGES_S: Floats = np.concatenate([[0.0], 8.0 * 2.0 ** (0.5 * np.arange(AGES))])
+AGE_EDGES_S: Floats = np.concatenate([[0.0], 0.5 * 2.0 ** (0.5 * np.arange(AGES))])
 """Bin k holds ages from edge k to edge k + 1; the last bin is open above."""
 
 PRIOR_EVENTS = 4.0

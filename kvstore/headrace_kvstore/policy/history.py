@@ -1,9 +1,10 @@
 """History of prompts and of blocks, whether these are in the store or were evicted long ago.
 
 It has two tables of fixed size. A *prompt* row follows one conversation: the time of its last
-prompt, that prompt's length, its turn, and the age up to which its waiting was counted. A *block*
-entry names the prompt row that passed a block last. It takes 24 bytes, a millionth of the block's
-own, so far more blocks are remembered than kept. Both tables drop the oldest first.
+prompt, that prompt's length, its turn, the usual gap between its turns, and the age up to which its
+waiting was counted. A *block* entry names the prompt row that passed a block last. It takes 24
+bytes, a millionth of the block's own, so far more blocks are remembered than kept. Both tables drop
+the oldest first.
 
 A prompt continues a row if it begins with all blocks of that row's last prompt. Otherwise it begins
 a new row, also if it shares a beginning with other prompts (a system prompt).
@@ -14,13 +15,14 @@ from __future__ import annotations
 import numpy as np
 
 from headrace_kvstore.numba_jit import jit
-from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, FRESH, GAPS, LENGTHS, TURNS
+from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, FRESH, LENGTHS, PACES, TURNS
 
 PROMPT = np.dtype(
     [
         ("serial", "i8"),  # 0: empty; the row is serial modulo rows
         ("seen_s", "f8"),  # when its last turn arrived
         ("counted_s", "f8"),  # its waiting is in the exposures up to here
+        ("pace_s", "f8"),  # `usual_gap_s`; below 0: it had one turn
         ("turn", "i4"),
         ("cell", "i4"),  # features of its last turn, an index of hazard's cells
         ("blocks", "i8"),  # length of its last prompt
@@ -30,6 +32,10 @@ PROMPT = np.dtype(
 
 BLOCK = np.dtype([("key", "u8"), ("serial", "i8"), ("seen_s", "f8")], align=True)
 WAYS = 8  # entries that compete for one place
+
+PACE_TURNS = 8
+"""Number of gaps after which a conversation's usual gap follows new ones."""
+LEAST_GAP_S = 1e-3
 
 _EDGES = AGE_EDGES_S.copy()
 
@@ -56,14 +62,28 @@ def _log2(n, top):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
-    """Return the cell of a prompt, with the classes of hazard.py; `gap_s` below 0: no turn
+def usual_gap_s(before_s, gap_s, turn):  # type: ignore[no-untyped-def]
+    """Return the geometric mean of a conversation's gaps. After `PACE_TURNS` gaps, older ones count
+    less and less.
+
+    before_s: the mean without `gap_s`. turn: number of gaps, with `gap_s`.
+    """
+    gap_s = max(gap_s, LEAST_GAP_S)
+    if turn <= 1 or not before_s > 0.0:
+        return gap_s
+    share = 1.0 / min(turn, PACE_TURNS)
+    return before_s ** (1.0 - share) * gap_s**share
+
+
+@jit(nogil=True)
+def cell_of(pace_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
+    """Return the cell of a prompt, with the classes of hazard.py; `pace_s` below 0: no turn
     before."""
-    gap = 0 if gap_s < 0.0 else 1 + _log2(int(min(gap_s, 1e6)) // 8, GAPS - 2)
+    pace = 0 if pace_s < 0.0 else 1 + _log2(int(2.0 * min(pace_s, 1e6)), PACES - 2)
     turns = min(turn, 2) if turn < 3 else 3 + _log2((turn - 1) // 2, TURNS - 4)
     news = 0 if fresh == 0 else 1 + _log2(fresh, FRESH - 2)
     length = max(0, _log2(blocks, LENGTHS) - 1)
-    return ((gap * TURNS + turns) * FRESH + news) * LENGTHS + length
+    return ((pace * TURNS + turns) * FRESH + news) * LENGTHS + length
 
 
 @jit(nogil=True)
@@ -128,6 +148,7 @@ def record_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s)
         if 0 <= row.cell < len(events):
             events[row.cell, age_bin(gap_s)] += 1.0
         row.turn += 1
+        row.pace_s = usual_gap_s(row.pace_s, gap_s, row.turn)
     else:
         serial = next_serial[0]
         next_serial[0] += 1
@@ -136,8 +157,8 @@ def record_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s)
             count_waiting(row, now_s, exposure_s)
         row.serial = serial
         row.turn = 0
-        gap_s = -1.0
-    row.cell = cell_of(gap_s, row.turn, len(keys) - known, len(keys))
+        row.pace_s = -1.0
+    row.cell = cell_of(row.pace_s, row.turn, len(keys) - known, len(keys))
     row.blocks = len(keys)
     row.seen_s = now_s
     row.counted_s = now_s
