@@ -8,15 +8,17 @@ slots recomputes nothing. The table has the working set divided by 1, 2 and 4. T
 - ``trace``: one in Mooncake's form
 
 Policies: ``lru`` (with sessions bound to nodes, this is what each node does), ``ttl`` (blocks are
-kept for 10 s after their use, then LRU), ``store`` (the store's default, cost-aware) and ``belady``
-(furthest next use, deepest block first, with all prompts known). Figures, mean over the seeds:
+kept for 10 s after their use, then LRU), ``store`` (the store's default, cost-aware), ``belady``
+(furthest next use, deepest block first, with all prompts known), and for the generated traces
+``known_gaps`` (the store's, told the distribution of each session's gaps: the best forecast).
+Figures, mean over the seeds:
 
     agents.2x.store.recomputed        prompt tokens computed again, as a part of all
     agents.2x.store.of_belady         prompt tokens computed again, over belady's
     agents.2x.store.of_belady.sd      standard deviation over the seeds
     agents.2x.store.of_lru            likewise over LRU's
     agents.2x.store.in_time           part of the turns with TTFT <= 2 s (`serving.py`), at a speed
-                                      that an endless cache uses half of
+                                      of which an endless cache uses the part `--busy`
     agents.2x.in_time_of_lru          turns in time with the store's policy over those with LRU
     agents.2x.in_time_of_ttl          likewise over the fixed time to live
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +39,13 @@ from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.workload import Costs, Workload, read_trace
 from benchmarks.serving.environment import machine
 from benchmarks.sessions.agents import as_workload, sessions
-from benchmarks.sessions.baselines import Belady, FixedTtl
+from benchmarks.sessions.baselines import Belady, FixedTtl, KnownGaps
 from benchmarks.sessions.serving import speed_of, ttfts_s
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.policy.recency import LRU
 
 FACTORS = (1, 2, 4)
-BUSY = 0.5
 TTFT_S = 2.0
 TTL_S = 10.0
 ONLINE: dict[str, Callable[[], Policy]] = {
@@ -70,11 +72,15 @@ def working_set(work: Workload) -> int:
     return int(live.max(initial=1))
 
 
-def recomputed(work: Workload, costs: Costs, slots: int) -> dict[str, float]:
+def recomputed(
+    work: Workload, costs: Costs, slots: int, known_gaps: Callable[[int], Policy] | None = None
+) -> dict[str, float]:
     """Return by policy the prompt tokens that were computed before and are computed again."""
     endless = int(work.endless_hits().sum())
     policies: dict[str, Policy] = {"belady": Belady(work, slots)}
     policies |= {name: make() for name, make in ONLINE.items()}
+    if known_gaps is not None:
+        policies["known_gaps"] = known_gaps(slots)
     return {
         name: float(endless - Replay(work, costs, slots, policy).run().hits.sum())
         * costs.block_tokens
@@ -82,11 +88,13 @@ def recomputed(work: Workload, costs: Costs, slots: int) -> dict[str, float]:
     }
 
 
-def measure_trace(work: Workload, costs: Costs) -> dict[str, float]:
+def measure_trace(
+    work: Workload, costs: Costs, known_gaps: Callable[[int], Policy] | None = None
+) -> dict[str, float]:
     """Return the figures of one workload about recomputed tokens."""
     figures = {"working_set_gigabytes": working_set(work) * costs.block_bytes / 1e9}
     for factor in FACTORS:
-        found = recomputed(work, costs, working_set(work) // factor)
+        found = recomputed(work, costs, working_set(work) // factor, known_gaps)
         for name, tokens in found.items():
             at = f"{factor}x.{name}"
             figures[f"{at}.recomputed"] = tokens / (len(work.blocks) * costs.block_tokens)
@@ -96,13 +104,14 @@ def measure_trace(work: Workload, costs: Costs) -> dict[str, float]:
     return figures
 
 
-def measure_agents(seed: int, seconds: float, block_tokens: int) -> dict[str, float]:
+def measure_agents(seed: int, seconds: float, block_tokens: int, busy: float) -> dict[str, float]:
     """Return the figures of one generated trace."""
     costs = Costs(block_tokens=block_tokens)
     found = sessions(seed, seconds, block_tokens)
     work = as_workload(found, seconds, block_tokens)
-    figures = {"turns": float(len(work))} | measure_trace(work, costs)
-    speed = speed_of(work, costs, BUSY)
+    figures = {"turns": float(len(work))}
+    figures |= measure_trace(work, costs, partial(KnownGaps, found, seconds))
+    speed = speed_of(work, costs, busy)
     for factor in FACTORS:
         in_time = {}
         for name, make in ONLINE.items():
@@ -123,11 +132,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=200.0, help="of each generated trace")
     parser.add_argument("--block-tokens", type=int, default=128, help="of the generated traces")
+    parser.add_argument(
+        "--busy", type=float, default=0.2, help="load of the node with an endless cache"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     by_seed: dict[str, list[float]] = defaultdict(list)
     for seed in range(args.seeds):
-        for name, value in measure_agents(seed, args.seconds, args.block_tokens).items():
+        found = measure_agents(seed, args.seconds, args.block_tokens, args.busy)
+        for name, value in found.items():
             by_seed[name].append(value)
         print(f"seed {seed} of {args.seeds}", flush=True)
     figures = {}

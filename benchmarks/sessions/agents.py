@@ -16,6 +16,7 @@ Parameters, with their sources:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +41,13 @@ LONGEST_S = 1_800.0
 class Session:
     """One agent's session.
 
-    blocks: numbers of all its full blocks, root first, (n,). tokens: prompt tokens of each turn,
-    (turns,). gaps_s: seconds from each turn's first token to the next turn, (turns - 1,).
+    median_s: of its gaps below 10 s. blocks: numbers of all its full blocks, root first, (n,).
+    tokens: prompt tokens of each turn, (turns,). gaps_s: seconds from each turn's first token to
+    the next turn, (turns - 1,).
     """
 
     start_s: float
+    median_s: float
     blocks: NDArray[np.int64]
     tokens: NDArray[np.int64]
     gaps_s: NDArray[np.float64]
@@ -90,24 +93,40 @@ def sessions(seed: int, seconds: float, block_tokens: int) -> list[Session]:
             gaps.append(gap_s(rng, median_s))
         shared = int(system[kind]) // block_tokens
         own = tokens[-1] // block_tokens - shared
-        blocks = np.concatenate([np.arange(ends[kind] - shared, ends[kind]), fresh + np.arange(own)])
+        blocks = np.concatenate(
+            [np.arange(ends[kind] - shared, ends[kind]), fresh + np.arange(own)]
+        )
         fresh += own
-        found.append(Session(start_s, blocks, np.array(tokens), np.array(gaps[: len(tokens) - 1])))
+        found.append(
+            Session(start_s, median_s, blocks, np.array(tokens), np.array(gaps[: len(tokens) - 1]))
+        )
+
+
+def next_turn_by(age_s: NDArray[np.float64], median_s: float) -> NDArray[np.float64]:
+    """Return the probability that a turn is followed by another within `age_s`, (n,)."""
+
+    def lognormal(t_s: float) -> float:
+        return 0.5 * (1.0 + math.erf(math.log(max(t_s, 1e-9) / median_s) / SPREAD / math.sqrt(2.0)))
+
+    soon = np.array([min(1.0, lognormal(t) / lognormal(SOON_S)) for t in age_s.tolist()])
+    late = np.where(age_s < LONGEST_S, 1.0 - SOON_S / np.maximum(age_s, SOON_S), 1.0)
+    return np.asarray((1.0 - END) * (SOON * soon + (1.0 - SOON) * late))
+
+
+def arrivals(found: list[Session], seconds: float) -> list[tuple[float, int, int]]:
+    """Return time, session and turn of the turns that arrive within `seconds`, in order, if every
+    first token comes at once."""
+    turns = []
+    for i, session in enumerate(found):
+        at_s = session.start_s + np.concatenate([[0.0], np.cumsum(session.gaps_s)])
+        turns += [(at, i, turn) for turn, at in enumerate(at_s.tolist()) if at < seconds]
+    return sorted(turns)
 
 
 def as_workload(found: list[Session], seconds: float, block_tokens: int) -> Workload:
-    """Return the turns that arrive within `seconds`, if every first token comes at once."""
-    turns = [
-        (float(at), session.blocks[: int(tokens) // block_tokens])
-        for session in found
-        for at, tokens in zip(
-            session.start_s + np.concatenate([[0.0], np.cumsum(session.gaps_s)]),
-            session.tokens,
-            strict=True,
-        )
-        if at < seconds
-    ]
-    turns.sort(key=lambda turn: turn[0])
-    starts = np.concatenate([[0], np.cumsum([len(blocks) for _, blocks in turns])])
-    blocks = np.concatenate([blocks for _, blocks in turns])
-    return Workload("agents", blocks, starts, np.array([at for at, _ in turns]))
+    """Return the turns of `arrivals`."""
+    turns = arrivals(found, seconds)
+    chains = [found[i].blocks[: int(found[i].tokens[turn]) // block_tokens] for _, i, turn in turns]
+    starts = np.concatenate([[0], np.cumsum([len(chain) for chain in chains])])
+    at_s = np.array([at for at, _, _ in turns])
+    return Workload("agents", np.concatenate(chains), starts, at_s)

@@ -28,7 +28,7 @@ def test_sessions_grow_and_return_within_ten_seconds_19_times_of_20() -> None:
 def test_sessions_share_their_system_prompt_and_nothing_else() -> None:
     found = sessions(2, 60.0, BLOCK_TOKENS)
     work = as_workload(found, 60.0, BLOCK_TOKENS)
-    first = {}
+    first: dict[int, tuple[int, int]] = {}
     for i, session in enumerate(found):
         for depth, block in enumerate(session.blocks.tolist()):
             other, at = first.setdefault(block, (i, depth))

@@ -11,8 +11,9 @@ within seconds and people within minutes, so bins and classes begin below a seco
 piecewise exponential model (Friedman, Piecewise exponential models for survival data with
 covariates, Ann. Statist. 10, 1982): within a cell events are Poisson with mean hazard * exposure,
 and its maximum likelihood comes from iterative proportional fitting over the cells' events and
-exposures. Each factor is shrunk to 1 by `PRIOR_EVENTS` events that the rest of the model predicted right. Prompts
-not asked for again count through their exposure, so nothing is biased towards those that return.
+exposures. Each factor is shrunk to 1 by `PRIOR_EVENTS` events that the rest of the model predicted
+right. Prompts not asked for again count through their exposure, so nothing is biased towards those
+that return.
 
 The value of holding a block is not the hazard now but the best rate ahead:
 
