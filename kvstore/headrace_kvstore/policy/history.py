@@ -35,7 +35,7 @@ WAYS = 8  # entries that compete for one place
 
 PACE_TURNS = 8
 """Number of gaps after which a conversation's usual gap follows new ones."""
-LEAST_GAP_S = 1e-3
+MIN_GAP_S = 1e-3
 
 _EDGES = AGE_EDGES_S.copy()
 
@@ -68,7 +68,7 @@ def usual_gap_s(before_s, gap_s, turn):  # type: ignore[no-untyped-def]
 
     before_s: the mean without `gap_s`. turn: number of gaps, with `gap_s`.
     """
-    gap_s = max(gap_s, LEAST_GAP_S)
+    gap_s = max(gap_s, MIN_GAP_S)
     if turn <= 1 or not before_s > 0.0:
         return gap_s
     share = 1.0 / min(turn, PACE_TURNS)
