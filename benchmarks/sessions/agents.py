@@ -74,7 +74,8 @@ def sessions(seed: int, seconds: float, block_tokens: int) -> list[Session]:
     popularity = 1.0 / np.arange(1, SYSTEM_PROMPTS + 1)
     popularity /= popularity.sum()
     ends = np.cumsum(system // block_tokens)
-    fresh, start_s, found = int(ends[-1]), 0.0, []
+    fresh, start_s = int(ends[-1]), 0.0
+    found: list[Session] = []
     while True:
         start_s += rng.exponential(1.0 / SESSIONS_PER_S)
         if start_s >= seconds:
