@@ -27,7 +27,9 @@ async def served(model: str) -> dict[str, Any]:
     from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
     from headrace_engine.meter import EngineMeter
     from headrace_engine.vllm.engine import MeterStatLogger
+    from headrace_engine.vllm.usage_stats import ask_for_usage
 
+    ask_for_usage()
     config = AsyncEngineArgs(
         model,
         dtype="float32",

@@ -24,7 +24,6 @@ from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine import head_pages, incremental_scheduler, scheduler
 from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
-from headrace_engine.vllm import scheduler as adapter
 from headrace_engine.vllm import scheduling
 from tests.support.contracts import assert_takes
 from tests.support.scheduled import BLOCK, BLOCKS, Scheduled
@@ -131,7 +130,7 @@ def test_requests_that_wait_and_hold_blocks_have_a_queue_of_their_own() -> None:
 def test_a_block_is_found_by_any_name_that_it_is_given() -> None:
     names = "block_hash_with_group_id", "block", "num_tokens"
     pool = "vllm.v1.core.block_pool:"
-    assert_takes(f"{pool}BlockPool._insert_block_hash", adapter.__file__, *names)
+    assert_takes(f"{pool}BlockPool._insert_block_hash", scheduling.__file__, *names)
     assert_takes(f"{pool}BlockHashToBlockMap.get_one_block", block_manager.__file__, "key")
     assert_takes(f"{pool}BlockPool.touch", block_manager.__file__, "blocks")
 

@@ -13,7 +13,7 @@ from headrace_engine.extensions.extension import (
 from headrace_engine.usage.scheduler_usage import SchedulerUsage, UsageUpdate
 from headrace_engine.vllm.resumed_requests import GrammarWatch
 from headrace_engine.vllm.scheduling import AsyncScheduler, Scheduler
-from headrace_engine.vllm.usage_stats import UsageWatch
+from headrace_engine.vllm.usage_stats import UsageWatch, is_usage_asked_for
 
 Part = TypeVar("Part", bound=SchedulerPart)
 
@@ -23,13 +23,13 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
 
     Attributes:
         parts: the parts of the extensions that the engine uses.
-        usage: counts what each request costs, in every engine.
+        usage: counts what each request costs, if the frontend has asked for it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parts = [part for each in installed_extensions() for part in each.scheduler(self)]
-        self.usage = SchedulerUsage(self)
+        self.usage = SchedulerUsage(self, is_on=is_usage_asked_for())
         before, after = self.parts, self.parts[::-1]
         self._before_add = overridden(before, SchedulerPart.before_add)
         self._after_add = overridden(after, SchedulerPart.after_add)

@@ -112,11 +112,14 @@ class SchedulerUsage:
     Args:
         scheduler: vLLM's.
         clock: seconds of a monotonic clock.
+        is_on: whether to count.
     """
 
-    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, scheduler: Any, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True
+    ) -> None:
         self._scheduler, self._clock = scheduler, clock
-        self._is_on = bool(scheduler.log_stats)
+        self._is_on = is_on and bool(scheduler.log_stats)
         self._accounts: dict[str, _Account] = {}
         self._steps: deque[_Step] = deque()
         self._ended: dict[str, None] = {}

@@ -46,7 +46,7 @@ from headrace_engine.reporting.engine_events import (
 from headrace_engine.reporting.reporter import EngineFacts
 from headrace_engine.step_time import StepTime
 from headrace_engine.vllm.executor import InProcessExecutor
-from headrace_engine.vllm.usage_stats import pass_usage, vllm_counts
+from headrace_engine.vllm.usage_stats import ask_for_usage, pass_usage, vllm_counts
 
 logger = logging.getLogger("headrace.engine")
 
@@ -208,6 +208,7 @@ def start_engine(
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
     leave_room(vllm_config)
+    ask_for_usage()
     meter.step_time = StepTime(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     return make_llm(
         vllm_config=vllm_config,

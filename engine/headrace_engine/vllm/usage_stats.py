@@ -1,18 +1,33 @@
 """The way of requests' usage from vLLM's scheduler to its frontend, within vLLM's statistics.
 
 The updates travel in `SchedulerStats.ec_connector_stats`, a mapping that vLLM passes on unread. The
-frontend takes them out before vLLM's own loggers see them. `tests/unit/test_contracts_usage.py`
-pins what is used here.
+frontend takes them out before vLLM's own loggers see them, which refuse what they do not know. So
+the scheduler counts only for a frontend that has asked for it (`ask_for_usage`), and a plain vLLM
+with this scheduler has vLLM's statistics alone. `tests/unit/test_contracts_usage.py` pins what is
+used here.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from headrace_engine.usage.scheduler_usage import UsageUpdate
 
 KEY = "headrace_usage"
+ENVIRONMENT = "HEADRACE_USAGE"
+"""Name of the variable by which a frontend asks the processes of its engine for usage."""
+
+
+def ask_for_usage() -> None:
+    """Have the schedulers of engines that this process starts from now on count usage."""
+    os.environ[ENVIRONMENT] = "1"
+
+
+def is_usage_asked_for() -> bool:
+    """Return whether this process's frontend has asked for usage."""
+    return ENVIRONMENT in os.environ
 
 
 class UsageWatch:
