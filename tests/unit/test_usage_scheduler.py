@@ -20,7 +20,7 @@ from headrace_engine.usage.scheduler_usage import (
     kv_sources,
 )
 from headrace_engine.vllm.scheduling import RequestStatus
-from headrace_engine.vllm.usage_stats import pass_usage
+from headrace_engine.vllm.usage_stats import ENVIRONMENT, pass_usage
 from tests.support.clock import Clock
 from tests.support.scheduled import BLOCK, Scheduled
 
@@ -62,6 +62,12 @@ class Counted(Scheduled):
 
     def ended(self) -> list[str]:
         return [name for each in self.update for name, _, _ in each.ended]
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Usage is counted."""
+    monkeypatch.setenv(ENVIRONMENT, "1")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ class SchedulerWithExtensions(GrammarWatch, UsageWatch):
 
     Attributes:
         parts: the parts of the extensions that the engine uses.
-        usage: counts what each request costs, if the frontend has asked for it.
+        usage: the cost of each request; empty unless the frontend has asked for it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
