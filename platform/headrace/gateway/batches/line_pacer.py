@@ -27,7 +27,7 @@ FIRST_LINES = 4
 MAX_DOUBLINGS = 20
 MAX_SLOWDOWN = 1.05
 MIN_ROW = 1e-6
-"""Least part of a step that a row is assumed to take."""
+"""Minimum share of a step that a row takes, so that the number of lines is finite."""
 START_STEPS = 200
 """Minimum number of steps of a replica's streams between two lines that start beside them."""
 DEFAULT_STEP_S = 0.05
