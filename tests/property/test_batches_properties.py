@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.gateway.batches import batch_execution
 from headrace.gateway.batches.batch_execution import (
     LEASE_S,
     BatchExecution,
@@ -33,6 +35,14 @@ from tests.unit.batch_fakes import lines_of
 from tests.unit.gateway_fakes import CHAT
 
 LIMITS = BatchLimits(1000, 10_000, 10_000_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_beats() -> Iterator[None]:
+    """Progress is kept at every point of a run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batch_execution, "BEAT_S", 0.0)
+        yield
 
 
 class KilledError(Exception):
@@ -97,12 +107,14 @@ class World:
         self.batches.create_batch(self.batch, 9, sys.maxsize, 10_000)
         self.replica = Replica(refused)
 
-    def execution(self, uses: int = sys.maxsize, *, after: bool = False) -> BatchExecution:
+    def execution(
+        self, uses: int = sys.maxsize, *, after: bool = False, kind: type[Gateway] = Gateway
+    ) -> BatchExecution:
         """A gateway's run of the batch, after the lease before has expired."""
         self.now_s += LEASE_S + 1
         lease = self.batches.acquire(self.batch.id, f"gateway at {self.now_s}", LEASE_S)
         assert lease is not None
-        state: Any = Gateway(self.batches, uses, after=after)
+        state: Any = kind(self.batches, uses, after=after)
         replica: Any = self.replica
         return BatchExecution(
             *(state, JobEntry(self.batch.id, None, ""), lease),
@@ -142,7 +154,7 @@ LINES, REFUSED = st.integers(1, 12), st.frozensets(st.integers(0, 12), max_size=
 
 
 @settings(max_examples=60, deadline=None)
-@given(LINES, REFUSED, st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=6))
+@given(LINES, REFUSED, st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=6))
 def test_each_line_is_answered_once_wherever_gateways_die(
     lines: int, refused: frozenset[int], kills: list[tuple[int, bool]]
 ) -> None:
@@ -184,3 +196,27 @@ def test_a_gateway_that_lost_its_lease_changes_nothing(
         world = World(Path(folder), lines, refused)
         asyncio.run(run(world))
         world.check(lines, refused)
+
+
+def test_a_gateway_that_dies_before_it_wrote_the_end_is_succeeded() -> None:
+    """The progress that it kept last does not say that the batch has ended."""
+
+    class DiesAtEnd(Gateway):
+        async def run(self, tenant: str | None, work: Callable[..., Any], *args: Any) -> Any:
+            if work == TenantBatches.end:
+                await asyncio.sleep(2 * batch_execution.BEAT_S)  # a beat comes first
+                raise KilledError
+            return await super().run(tenant, work, *args)
+
+        run_long = run
+
+    async def run(world: World) -> None:
+        with pytest.raises(KilledError):
+            await world.execution(kind=DiesAtEnd).run()
+        await world.execution().run()
+
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batch_execution, "BEAT_S", 0.3)
+        world = World(Path(folder), 3, frozenset())
+        asyncio.run(run(world))
+        world.check(3, frozenset())

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from headrace.gateway.batches.batch_job import (
     ANSWERED,
     CANCELLING,
+    ENDED,
     NOT_RUN,
     PENDING,
     REFUSED,
@@ -193,7 +194,9 @@ class BatchExecution:
             await asyncio.sleep(BEAT_S)
 
     async def _beat(self, expires_s: float) -> None:
-        progress = self._job.state() if self._is_changed else None
+        # The outcome alone tells the end: it is written once the output is.
+        has_ended = self._job.status in ENDED
+        progress = self._job.state() if self._is_changed and not has_ended else None
         self._is_changed = False
         lease = BatchLease(self._owner, expires_s, len(self._in_flight))
         try:
