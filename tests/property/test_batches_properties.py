@@ -15,18 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.batches import batch_execution
-from headrace.gateway.batches.batch_execution import (
-    LEASE_S,
-    BatchExecution,
-    BatchLimits,
-    LeaseLostError,
-)
+from headrace.gateway.batches.batch_execution import LEASE_S, BatchExecution, BatchLimits
 from headrace.gateway.batches.batch_ids import BATCH, FILE, new_id, new_thread
 from headrace.gateway.batches.batch_records import JobEntry, StoredBatch, StoredFile
 from headrace.gateway.batches.line_gate import LineGate
 from headrace.gateway.batches.line_pacer import LineLoad
 from headrace.gateway.batches.line_relay import LineAnswer
-from headrace.gateway.batches.tenant_batches import TenantBatches
+from headrace.gateway.batches.tenant_batches import LeaseLostError, TenantBatches
 from headrace.gateway.conversations.record_cipher import RecordCipher
 from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.errors import ApiError

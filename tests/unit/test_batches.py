@@ -16,7 +16,7 @@ from headrace.config.batches import BatchSettings
 from headrace.config.gateway import AdmissionSettings
 from headrace.config.key_file import hash_of
 from headrace.gateway.admission.slo_classes import SloClass
-from headrace.gateway.batches import batch_execution, batch_records
+from headrace.gateway.batches import batch_records, line_runs
 from headrace.gateway.conversations.sqlite_store import SqliteStore
 from tests.unit.batch_fakes import (
     answers,
@@ -150,7 +150,7 @@ async def test_a_batch_expires_with_the_answers_that_it_has(
 async def test_a_line_is_sent_again_while_there_is_no_room_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_execution, "RETRY_S", 0.01)
+    monkeypatch.setattr(line_runs, "RETRY_S", 0.01)
 
     async def busy(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
         if len(replica.seen) < 6:
@@ -165,7 +165,7 @@ async def test_a_line_is_sent_again_while_there_is_no_room_for_it(
 async def test_a_line_that_fails_each_time_has_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_execution, "RETRY_S", 0.01)
+    monkeypatch.setattr(line_runs, "RETRY_S", 0.01)
 
     async def broken(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "broken"}}, status=500)
@@ -173,7 +173,7 @@ async def test_a_line_that_fails_each_time_has_an_error(
     async with batching(tmp_path, broken) as (bench, client):
         done = await until_ended(client, (await start_batch(client, lines_of(["a"]))).id)
         assert (done.status, done.request_counts.failed) == ("completed", 1)
-        assert len(bench.replica.seen) == batch_execution.TRIES
+        assert len(bench.replica.seen) == line_runs.TRIES
 
 
 async def test_lines_are_taken_back_when_a_request_arrives(tmp_path: Path) -> None:

@@ -66,12 +66,14 @@ class BatchJob:
         status: OpenAI's status.
         at: Unix seconds at which each status began, by status.
         faults: the faults of the file, if the batch failed.
+        changes: number of changes to this object.
     """
 
     def __init__(self) -> None:
         self.status = VALIDATING
         self.at: dict[str, int] = {}
         self.faults: list[LineFault] = []
+        self.changes = 0
         self._marks = bytearray()
         self._is_late = False
 
@@ -135,6 +137,7 @@ class BatchJob:
             raise ValueError(f"{mark} is no mark of a line that is done")
         if self._marks[number] == PENDING:
             self._marks[number] = mark
+            self.changes += 1
 
     # Transitions
 
@@ -160,6 +163,7 @@ class BatchJob:
         if self.is_stopped:
             return False
         self._is_late = True
+        self.changes += 1
         return True
 
     def finalize(self, at_s: int) -> None:
@@ -186,3 +190,4 @@ class BatchJob:
             raise ValueError(f"a batch that is {self.status} cannot become {status}")
         self.status = status
         self.at[status] = at_s
+        self.changes += 1

@@ -15,15 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.gateway.batches import batch_execution
-from headrace.gateway.batches.batch_execution import (
-    BatchExecution,
-    BatchLimits,
-    LeaseLostError,
-)
+from headrace.gateway.batches.batch_execution import BatchExecution, BatchLimits
 from headrace.gateway.batches.batch_records import BatchView, JobEntry
 from headrace.gateway.batches.line_gate import LineGate
 from headrace.gateway.batches.line_relay import LineRelay
-from headrace.gateway.batches.tenant_batches import BatchState, TenantBatches
+from headrace.gateway.batches.tenant_batches import BatchState, LeaseLostError, TenantBatches
 from headrace.gateway.conversations.record_cipher import GATEWAYS
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress.api_keys import Caller

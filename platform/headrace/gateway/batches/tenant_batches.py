@@ -78,6 +78,10 @@ class Beat:
     cancelled_at: int | None = None
 
 
+class LeaseLostError(Exception):
+    """The error of a batch that another gateway has taken."""
+
+
 class TenantBatches(TenantRecords):
     """The files and batches of a tenant."""
 
