@@ -85,12 +85,17 @@ async def batching(
         yield bench, client
 
 
+async def start_of(client: openai.AsyncOpenAI, file_id: str, **more: Any) -> Any:
+    """A batch of a file that is uploaded."""
+    return await client.batches.create(
+        input_file_id=file_id, endpoint=CHAT, completion_window="24h", **more
+    )
+
+
 async def start_batch(client: openai.AsyncOpenAI, data: bytes, **more: Any) -> Any:
     """A batch of a file with this content."""
     file = await client.files.create(file=("in.jsonl", data), purpose="batch")
-    return await client.batches.create(
-        input_file_id=file.id, endpoint=CHAT, completion_window="24h", **more
-    )
+    return await start_of(client, file.id, **more)
 
 
 async def until_ended(client: openai.AsyncOpenAI, batch_id: str, limit_s: float = 30) -> Any:
