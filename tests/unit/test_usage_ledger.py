@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.config.gateway import GatewaySettings
+from headrace.config.conversations import ConversationSettings
+from headrace.config.gateway import UsageSettings
 from headrace.gateway.conversations.record_store import RecordStore, StoreError
+from headrace.gateway.conversations.setup import StateSetup
 from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.usage import ledger as ledger_module
 from headrace.gateway.usage.ledger import UsageLedger
@@ -238,12 +240,11 @@ Folder = Callable[[], Path]
 async def test_the_ledger_lies_beside_conversation_state(tmp_path: Path) -> None:
     default, own = tmp_path / "default", tmp_path / "own"
     for settings, place in (({}, default), ({"folder": str(own)}, own)):
-        made = make_ledger(
-            GatewaySettings.model_validate({"conversations": settings}), lambda: default, {}
-        )
+        setup = StateSetup(ConversationSettings(**settings))
+        made = make_ledger(setup, UsageSettings(), lambda: default)
         assert made is not None
         await made.sums(0, 1)
         assert (place / FILE).exists()
         await made.aclose()
-    off = GatewaySettings.model_validate({"usage": {"enabled": False}})
-    assert make_ledger(off, lambda: default, {}) is None
+    off = UsageSettings(enabled=False)
+    assert make_ledger(StateSetup(ConversationSettings()), off, lambda: default) is None

@@ -95,7 +95,7 @@ class GatewayServer:
             lambda: folder_of(session_folder(), app),
             partial(add_cluster_value, prefix(app) + SECRET),
         )
-        self._usage = make_ledger(settings, places[0], state.object_options)
+        self._usage = make_ledger(state, settings.usage, places[0])
         backends = [
             ServeModelBackend(
                 *(model, gateways, partial(self._is_wanted, model.model_id)), self._take_usage
