@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from headrace.config.conversations import ConversationSettings
-from headrace.gateway.conversations import object_store
-from headrace.gateway.conversations import state as state_module
 from headrace.gateway.conversations.setup import StateSetup
 from headrace.gateway.conversations.state import ConversationState
+from headrace.gateway.kept_records import object_store
+from headrace.gateway.kept_records import state_runner as state_module
 from tests.support.kvobjects import BUCKET, Line, s3_options
 from tests.unit.gateway_fakes import MODEL, gateway_over
 from tests.unit.responses_replica import SECRET, respond

@@ -22,10 +22,10 @@ from headrace.gateway.batches.line_gate import LineGate
 from headrace.gateway.batches.line_pacer import LineLoad
 from headrace.gateway.batches.line_relay import LineAnswer
 from headrace.gateway.batches.tenant_batches import LeaseLostError, TenantBatches
-from headrace.gateway.conversations.record_cipher import RecordCipher
-from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress.api_keys import ANONYMOUS
+from headrace.gateway.kept_records.record_cipher import RecordCipher
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 from tests.unit.batch_fakes import lines_of
 from tests.unit.gateway_fakes import CHAT
 

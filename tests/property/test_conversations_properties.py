@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.conversations.items import count_entries, size_of
-from headrace.gateway.conversations.record_cipher import RecordCipher
 from headrace.gateway.conversations.records import Size, StoredResponse, TurnItems
-from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.conversations.state_ids import RESPONSE, new_response_id, parse_id
 from headrace.gateway.conversations.tenant_state import TenantState
 from headrace.gateway.errors import ApiError
+from headrace.gateway.kept_records.record_cipher import RecordCipher
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 
 MAX_BYTES = 2_000
 Step = tuple[str, int, int, int]

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from headrace.config.batches import BatchSettings
-from headrace.gateway.conversations.sqlite_store import SqliteStore
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 from tests.unit.batch_fakes import (
     batching,
     echo,

@@ -21,11 +21,11 @@ from headrace.gateway.batches.batch_records import (
     StoredFile,
 )
 from headrace.gateway.batches.tenant_batches import TenantBatches
-from headrace.gateway.conversations.object_store import ObjectRecordStore
-from headrace.gateway.conversations.record_cipher import GATEWAYS, RecordCipher
-from headrace.gateway.conversations.record_store import RecordStore
-from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.errors import ApiError
+from headrace.gateway.kept_records.object_store import ObjectRecordStore
+from headrace.gateway.kept_records.record_cipher import GATEWAYS, RecordCipher
+from headrace.gateway.kept_records.record_store import RecordStore
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 from tests.unit.gateway_fakes import CHAT
 
 TTL_S = 1e6

@@ -12,9 +12,9 @@ from headrace.config import GatewaySettings
 from headrace.config.checks.configuration import warnings
 from headrace.config.conversations import ConversationSettings
 from headrace.config.schema import HeadraceConfig
-from headrace.gateway.conversations.object_store import ObjectRecordStore
 from headrace.gateway.conversations.setup import StateSetup, folder_of
-from headrace.gateway.conversations.sqlite_store import FILE, SqliteStore
+from headrace.gateway.kept_records.object_store import ObjectRecordStore
+from headrace.gateway.kept_records.sqlite_store import FILE, SqliteStore
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from headrace.gateway.conversations import state as state_module
-from headrace.gateway.conversations.record_store import StoreError
+from headrace.gateway.kept_records import state_runner as state_module
+from headrace.gateway.kept_records.record_store import StoreError
 from tests.unit import responses_replica
 from tests.unit.gateway_fakes import BODY, MODEL, RESPONSES, Bench, FakeReplica, gateway_over
 from tests.unit.responses_replica import keeping, sent, state_in

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from headrace.gateway.conversations import sqlite_store
-from headrace.gateway.conversations.object_store import (
+from headrace.gateway.conversations.tenant_state import TenantState
+from headrace.gateway.kept_records import sqlite_store
+from headrace.gateway.kept_records.object_store import (
     ListedThread,
     ObjectRecordStore,
     surplus,
 )
-from headrace.gateway.conversations.record_cipher import DamagedRecordError, RecordCipher
-from headrace.gateway.conversations.record_store import (
+from headrace.gateway.kept_records.record_cipher import DamagedRecordError, RecordCipher
+from headrace.gateway.kept_records.record_store import (
     RECORD_BYTES,
     RecordStore,
     StoreError,
     ThreadFullError,
 )
-from headrace.gateway.conversations.sqlite_store import FILE, SqliteStore
-from headrace.gateway.conversations.tenant_state import TenantState
+from headrace.gateway.kept_records.sqlite_store import FILE, SqliteStore
 
 TENANT, OTHER, THREAD = "a" * 32, "b" * 32, "0" * 16
 TTL_S = 100.0
@@ -263,7 +263,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from headrace.gateway.conversations.sqlite_store import SqliteStore
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 store = SqliteStore(Path(sys.argv[1]), 1000.0, 1 << 30)
 for number in range(1 << 30):
     records = {f"turn-{number}": b"x" * 3000, f"response-{number}": b"y" * 3000}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
-from headrace.gateway.conversations.sqlite_store import SqliteStore
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 from headrace.gateway.usage.ledger import UsageLedger
 from headrace.gateway.usage.routes import USAGE, time_of
 from headrace.gateway.usage.setup import FILE

@@ -11,9 +11,9 @@ import pytest
 
 from headrace.config.conversations import ConversationSettings
 from headrace.config.gateway import UsageSettings
-from headrace.gateway.conversations.record_store import RecordStore, StoreError
 from headrace.gateway.conversations.setup import StateSetup
-from headrace.gateway.conversations.sqlite_store import SqliteStore
+from headrace.gateway.kept_records.record_store import RecordStore, StoreError
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 from headrace.gateway.usage import ledger as ledger_module
 from headrace.gateway.usage.ledger import UsageLedger
 from headrace.gateway.usage.replica_day import DAY_S, HOUR_S, ReplicaDay, decode, encode

@@ -20,9 +20,9 @@ from headrace.gateway.batches.batch_records import BatchView, JobEntry
 from headrace.gateway.batches.line_gate import LineGate
 from headrace.gateway.batches.line_relay import LineRelay
 from headrace.gateway.batches.tenant_batches import BatchState, LeaseLostError, TenantBatches
-from headrace.gateway.conversations.record_cipher import GATEWAYS
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress.api_keys import Caller
+from headrace.gateway.kept_records.record_cipher import GATEWAYS
 from headrace_engine.supervise import supervise
 
 logger = logging.getLogger("headrace.gateway")

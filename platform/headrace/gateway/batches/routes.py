@@ -29,10 +29,10 @@ from headrace.gateway.batches.tenant_batches import PART_BYTES, BatchState, Tena
 from headrace.gateway.batches.upload import FileForm
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.items import page
-from headrace.gateway.conversations.record_cipher import GATEWAYS
 from headrace.gateway.conversations.routes import Metadata
 from headrace.gateway.errors import ApiError, bad_field
 from headrace.gateway.ingress import limits
+from headrace.gateway.kept_records.record_cipher import GATEWAYS
 from headrace.gateway.request_context import RequestContext
 
 FILES, BATCHES = "/v1/files", "/v1/batches"

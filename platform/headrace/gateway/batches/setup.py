@@ -10,8 +10,8 @@ from pathlib import Path
 from headrace.config.batches import BatchSettings
 from headrace.gateway.batches import refusals
 from headrace.gateway.batches.tenant_batches import BatchState, TenantBatches
-from headrace.gateway.conversations.record_store import RecordStore
 from headrace.gateway.conversations.setup import StateSetup
+from headrace.gateway.kept_records.record_store import RecordStore
 
 NAME, FILE = "batches", "batches-1.sqlite"
 """Names below the URL of an object store, and in a folder; the number is that of the tables."""

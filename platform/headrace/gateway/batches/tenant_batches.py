@@ -46,9 +46,9 @@ from headrace.gateway.batches.batch_records import (
     StoredBatch,
     StoredFile,
 )
-from headrace.gateway.conversations.state import StateRunner
 from headrace.gateway.conversations.state_ids import ThreadId
-from headrace.gateway.conversations.tenant_records import TenantRecords
+from headrace.gateway.kept_records.state_runner import StateRunner
+from headrace.gateway.kept_records.tenant_records import TenantRecords
 
 PART_BYTES = 1 << 20
 """Bytes of a part of a file; the last one may be shorter."""

@@ -2,5 +2,5 @@
 
 Replicas stay stateless. The gateway puts the earlier items of a conversation before a request's own
 (`turn`), keeps the answer when it has ended, and answers the routes that look at what is kept
-(`routes`). Records are encrypted (`record_cipher`) and lie in SQLite or in an object store.
+(`routes`).
 """

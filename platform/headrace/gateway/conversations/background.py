@@ -22,13 +22,13 @@ import msgspec
 
 from headrace.gateway.admission.slo_classes import SloClass
 from headrace.gateway.conversations import refusals
-from headrace.gateway.conversations.record_cipher import GATEWAYS
 from headrace.gateway.conversations.records import FAILED, IN_PROGRESS
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.conversations.tenant_state import BEAT_S, TenantState
 from headrace.gateway.conversations.turn import TurnRecorder
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress.rate_limit import RateLimit
+from headrace.gateway.kept_records.record_cipher import GATEWAYS
 from headrace.gateway.relay.call import Call
 
 logger = logging.getLogger("headrace.gateway")

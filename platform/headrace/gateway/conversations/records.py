@@ -6,8 +6,6 @@ tools and instructions that later requests do not need.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
@@ -100,23 +98,3 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """The sign of life of a gateway that runs responses in the background. `at_s`: Unix seconds."""
 
     at_s: float
-
-
-Record = TypeVar("Record", bound=msgspec.Struct)
-
-
-def encode(record: msgspec.Struct) -> bytes:
-    """Return a record as bytes."""
-    return msgspec.msgpack.encode(record)
-
-
-def decode(data: bytes, kind: type[Record]) -> Record:
-    """Return a record from its bytes.
-
-    Raises:
-        ValueError: these are no bytes of such a record.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from error

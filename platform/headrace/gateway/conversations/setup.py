@@ -11,11 +11,11 @@ from typing import Any
 from urllib.parse import quote
 
 from headrace.config.conversations import ConversationSettings
-from headrace.gateway.conversations.object_store import THREADS, ObjectRecordStore
-from headrace.gateway.conversations.record_store import RecordStore
-from headrace.gateway.conversations.sqlite_store import FILE as CONVERSATIONS_FILE
-from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.conversations.state import ConversationState
+from headrace.gateway.kept_records.object_store import THREADS, ObjectRecordStore
+from headrace.gateway.kept_records.record_store import RecordStore
+from headrace.gateway.kept_records.sqlite_store import FILE as CONVERSATIONS_FILE
+from headrace.gateway.kept_records.sqlite_store import SqliteStore
 
 SECRET_BYTES = 32
 

@@ -13,7 +13,6 @@ import msgspec
 
 from headrace.gateway.conversations import history, items, refusals
 from headrace.gateway.conversations.history import MAX_TURNS, History
-from headrace.gateway.conversations.record_cipher import GATEWAYS, OVERHEAD_BYTES
 from headrace.gateway.conversations.records import (
     CANCELLED,
     FAILED,
@@ -21,7 +20,6 @@ from headrace.gateway.conversations.records import (
     Conversation,
     Heartbeat,
     ItemBatch,
-    Record,
     StoredResponse,
     TurnItems,
 )
@@ -38,7 +36,8 @@ from headrace.gateway.conversations.state_ids import (
     response_record,
     turn_record,
 )
-from headrace.gateway.conversations.tenant_records import TenantRecords
+from headrace.gateway.kept_records.record_cipher import GATEWAYS, OVERHEAD_BYTES
+from headrace.gateway.kept_records.tenant_records import Record, TenantRecords
 
 BEAT_S = 5.0
 """Time between two signs of life of a gateway that runs background responses."""

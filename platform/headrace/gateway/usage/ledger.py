@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.gateway.conversations.record_store import RecordStore, StoreError
+from headrace.gateway.kept_records.record_store import RecordStore, StoreError
 from headrace.gateway.usage.replica_day import (
     DAY_S,
     HOUR_S,

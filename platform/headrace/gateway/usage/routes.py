@@ -16,8 +16,8 @@ import msgspec
 from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.backend import ModelBackend
 from headrace.gateway.body_reader import BodyReader
-from headrace.gateway.conversations.record_store import StoreError
 from headrace.gateway.errors import ApiError, bad_field
+from headrace.gateway.kept_records.record_store import StoreError
 from headrace.gateway.request_context import RequestContext
 from headrace.gateway.usage.ledger import UsageLedger
 from headrace_engine.usage.request_usage import NAMES, RequestUsage, usage_of_dict

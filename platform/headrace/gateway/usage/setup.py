@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.config.gateway import UsageSettings
-from headrace.gateway.conversations.record_store import RecordStore
 from headrace.gateway.conversations.setup import StateSetup
+from headrace.gateway.kept_records.record_store import RecordStore
 from headrace.gateway.usage.ledger import UsageLedger
 
 NAME, FILE = "usage", "usage-1.sqlite"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.gateway.conversations.record_store import RECORD_BYTES, StoreError
+from headrace.gateway.kept_records.record_store import RECORD_BYTES, StoreError
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 
 TIMEOUT_S = 5.0

@@ -1,20 +1,38 @@
 """The sealed records of one tenant: read, created, written and removed.
 
-All methods block; `state.StateRunner` runs them in its threads. A record of another tenant is not
-found, since its place follows from the tenant.
+All methods block; `state_runner.StateRunner` runs them in its threads. A record of another tenant
+is not found, since its place follows from the tenant.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.gateway.conversations.record_cipher import DamagedRecordError, RecordCipher
-from headrace.gateway.conversations.record_store import RecordStore
-from headrace.gateway.conversations.records import Record, decode, encode
+from headrace.gateway.kept_records.record_cipher import DamagedRecordError, RecordCipher
+from headrace.gateway.kept_records.record_store import RecordStore
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Return a record as bytes."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode(data: bytes, kind: type[Record]) -> Record:
+    """Return a record from its bytes.
+
+    Raises:
+        ValueError: these are no bytes of such a record.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 class TenantRecords:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.gateway.conversations.record_store import RECORD_BYTES, StoreError, ThreadFullError
+from headrace.gateway.kept_records.record_store import RECORD_BYTES, StoreError, ThreadFullError
 
 logger = logging.getLogger("headrace.gateway")
 
