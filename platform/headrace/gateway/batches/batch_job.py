@@ -15,7 +15,7 @@ was cancelled, are marked as not run.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -119,13 +119,6 @@ class BatchJob:
     def mark_of(self, number: int) -> int:
         """Return the mark of a line, which counts from 0."""
         return self._marks[number]
-
-    def pending(self) -> Iterator[int]:
-        """Yield the numbers of the lines without a mark."""
-        number = self._marks.find(PENDING)
-        while number >= 0:
-            yield number
-            number = self._marks.find(PENDING, number + 1)
 
     def mark(self, number: int, mark: int) -> None:
         """Mark a line; one that has a mark keeps it.

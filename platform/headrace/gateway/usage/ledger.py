@@ -26,7 +26,6 @@ from headrace.gateway.usage.replica_day import (
     DAY_S,
     HOUR_S,
     ReplicaDay,
-    Totals,
     decode,
     encode,
     read_report,
@@ -317,6 +316,3 @@ def _days(first_hour: int, last_hour: int, today: int) -> Iterator[int]:
     """Yield the days of these hours up to today, at most the last `MAX_DAYS`."""
     last = min(last_hour // 24, today)
     yield from range(max(first_hour // 24, last - MAX_DAYS + 1), last + 1)
-
-
-__all__ = ["Totals", "UsageLedger", "UsageSum"]
