@@ -34,7 +34,7 @@ def test_a_preset_that_needs_more_says_what(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("init", str(tmp_path / "c.yaml"), "--preset", "gpu-cluster") == 0
-    assert "before that: gateway.host: listens on 0.0.0.0" in capsys.readouterr().err
+    assert "gateway.host: listens on 0.0.0.0" in capsys.readouterr().err
 
 
 def test_it_has_each_field_with_a_comment() -> None:

@@ -310,6 +310,33 @@ def test_yaml_mistakes_give_line_and_column(tmp_path: Path) -> None:
     assert problems(path=tmp_path / "none.yaml")[0].endswith("No such file or directory")
 
 
+def test_mistakes_in_a_file_have_its_lines_in_its_order(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "decode:\n  replicas: two\n  engine: {max_num_seqs: 4,\n    max_num_batched_tokens: many}\n"
+        "gateway:\n  # a comment\n  prot: 1\nmodels:\n  qwen:\n    prefill: {replicas: -1}\n"
+        "store: {dram_gb: -1}\ndrain_s: -1\n"
+    )
+    overrides = ["store.dram_gb=-2", "router.policy=nope"]
+    found = problems(*overrides, path=file)
+    assert [each.partition(": ")[0] for each in found[:5]] == [
+        f"{file}:{line}" for line in (2, 4, 7, 10, 12)
+    ]
+    assert found[0] == f'{file}:2: decode.replicas: must be a whole number, got "two"'
+    assert "models.qwen.prefill.replicas" in found[3]
+    assert [each.partition(":")[0] for each in found[5:]] == ["router.policy", "store.dram_gb"]
+
+
+def test_a_field_that_a_file_lacks_has_its_sections_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("decode: {replicas: 1}\ngateway:\n  host: 0.0.0.0\n  port: 8000\n")
+    [line] = problems(path=file)
+    assert line.startswith(f"{file}:3: gateway.host: listens on")
+    file.write_text("decode: {replicas: 1}\n\ngateway:\n  port: 8000\n")
+    [line] = problems(path=file, preset="gpu-cluster")
+    assert line.startswith(f"{file}:3: gateway.host: listens on")
+
+
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "c.yaml") == HeadraceConfig()

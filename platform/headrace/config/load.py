@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from headrace.config.checks.configuration import check
+from headrace.config.checks.file_lines import with_file_lines
 from headrace.config.checks.messages import did_you_mean, kind_of, quote
 from headrace.config.models import merge
 from headrace.config.renamed import renamed
@@ -65,6 +66,7 @@ def load_config(
         ConfigError: with every problem that was found, not only the first.
     """
     given: dict[str, Any] = {}
+    text, overrides = "", list(overrides)
     if path is not None:
         file = Path(path).expanduser()
         try:
@@ -84,7 +86,13 @@ def load_config(
     data = merge(data, given)
     for override in overrides:
         data = apply_override(data, override)
-    return validate(_relative_to(Path.cwd(), data))
+    try:
+        return validate(_relative_to(Path.cwd(), data))
+    except ConfigError as error:
+        if path is None:
+            raise
+        fields = [each.partition("=")[0].strip() for each in overrides]
+        raise ConfigError(with_file_lines(error.problems, str(path), text, fields)) from None
 
 
 def validate(data: Mapping[str, Any], *, files_here: bool = True) -> HeadraceConfig:
