@@ -201,6 +201,14 @@ def test_every_dashboard_links_to_the_others_the_runbook_and_the_console() -> No
         assert constants["console"].endswith("/console")
 
 
+def test_every_chart_marks_firing_alerts_and_starts_of_replicas() -> None:
+    for made in documents():
+        marks = {each["name"]: each["expr"] for each in made["annotations"]["list"]}
+        assert marks["Alerts"] == 'ALERTS{alertname=~"Headrace.+", alertstate="firing"}'
+        assert "replica_starts_total" in marks["Replica starts"]
+        assert "$SessionName" in marks["Replica starts"]
+
+
 def test_our_metrics_and_their_labels_are_made_by_the_code() -> None:
     ours = of_ours()
     of_us = [one for one in asked() if one.metric.startswith("ray_headrace_")]

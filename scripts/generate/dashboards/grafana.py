@@ -53,6 +53,7 @@ CONSOLE = "http://127.0.0.1:8000/console"
 """Address of the console below `headrace up`. The chart's `monitoring.consoleUrl` takes its
 place."""
 TAG = "headrace"
+FIRING = 'ALERTS{alertname=~"Headrace.+", alertstate="firing"}'
 GOOD, BETWEEN, BAD = "green", "orange", "red"
 
 P = TypeVar(
@@ -97,6 +98,8 @@ def built(dashboard: DashboardSpec) -> Dashboard:
         .link(_link("Runbook", "${runbook:raw}"))
         .link(_link("Console", "${console:raw}"))
     )
+    made = made.annotation(_marks("Alerts", FIRING, BAD))
+    made = made.annotation(_marks("Replica starts", filtered(alerts.starts("1m")), "blue"))
     for number, (panel, place) in enumerate(
         zip(dashboard.panels, places(dashboard.panels), strict=True)
     ):
@@ -119,6 +122,12 @@ def _choice(variable: Variable) -> grafana.QueryVariable:
 
 def _link(title: str, url: str) -> grafana.DashboardLink:
     return grafana.DashboardLink(title).type(DashboardLinkType.LINK).url(url).target_blank(True)
+
+
+def _marks(name: str, query: str, colour: str) -> grafana.AnnotationQuery:
+    """Return marks, in all charts, at the times at which a query has a result."""
+    made = grafana.AnnotationQuery().name(name).datasource(SOURCE).enable(True)
+    return made.icon_color(colour).expr(query)
 
 
 def _filled(made: P, panel: Panel, number: int, place: Place) -> P:
