@@ -67,8 +67,8 @@ class StoreSection(Section):
         default=True,
         description="Let the machines of a cluster pull KV blocks from each other. Each machine "
         "then listens on free ports of its Ray address, and answers only machines of this app. "
-        "UCX, which moves the blocks, opens ports of its own and does not ask who connects: put "
-        "them behind a firewall. A single machine opens no port.",
+        "UCX, which moves the blocks, opens ports of its own and does not ask who connects: "
+        "let a firewall protect them. A single machine opens no port.",
     )
     system_prompts: list[str] = Field(
         default_factory=list,

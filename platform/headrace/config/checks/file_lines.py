@@ -12,8 +12,8 @@ def with_file_lines(
 ) -> list[str]:
     """Return the problems in the order of the file, each as `FILE:LINE: FIELD: WHAT`.
 
-    A problem with a field that the file does not give has the line of its section. Those of
-    sections that the file does not have come last, without a line.
+    A problem with a field that the file does not give has the line of its section. If the file has
+    no such section, the problem has no line and comes last.
 
     Args:
         problems: `FIELD: WHAT` each, the field as a path with dots.

@@ -93,12 +93,6 @@ class Finder:
             if known < len(digests):
                 self._append(whose, text, digests, known, previous)
 
-    def forget(self, digest: bytes) -> None:
-        """Mark a block that has left the store."""
-        with self._lock:
-            for block in self._blocks_of(digest):
-                self._texts.gone[block % len(self._texts.gone)] = True
-
     def find(self, tenant: str, tokens: ArrayLike, least: int = LEAST) -> list[Run]:
         """Return runs of a prompt, or of a part of it, that stored blocks of the same tenant hold.
 
@@ -152,7 +146,6 @@ class Finder:
                 for block in self._blocks_of(digest)
                 if self._texts.tenant[block % len(self._texts.tenant)] == whose
                 and self._texts.number[block % len(self._texts.number)] == number
-                and not self._texts.gone[block % len(self._texts.gone)]
             ]
             if not mine:
                 return number, last
@@ -168,7 +161,7 @@ class Finder:
         texts.tokens[at] = text[known * size : len(digests) * size].reshape(new, size)
         texts.previous[at] = np.concatenate([[last], begun + np.arange(new - 1)])
         texts.number[at] = known + np.arange(new)
-        texts.tenant[at], texts.gone[at] = whose, False
+        texts.tenant[at] = whose
         stored = np.frombuffer(b"".join(digests[known:]), np.uint8)
         texts.digests[at] = stored.reshape(new, DIGEST_BYTES)
         self._end += new

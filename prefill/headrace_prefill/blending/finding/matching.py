@@ -42,7 +42,7 @@ def matches(texts, table, tokens, tenant, ends, hashes, first, end, runs):  # ty
         for candidate in range(get(table, hashes[n], first * size, places)):
             place = places[candidate]
             block = (place // size) % blocks
-            if texts.tenant[block] != tenant or texts.gone[block]:
+            if texts.tenant[block] != tenant:
                 continue
             diagonal = at - (texts.number[block] * size + place % size)
             known = False

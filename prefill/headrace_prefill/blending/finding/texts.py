@@ -27,7 +27,6 @@ class Texts(NamedTuple):
         previous: int64, the block before it in its prompt; -1 for a first one.
         number: int64, the block's index in its prompt, from 0.
         tenant: uint64.
-        gone: bool, no longer in the store.
         digests: uint8 [blocks, DIGEST_BYTES].
     """
 
@@ -35,7 +34,6 @@ class Texts(NamedTuple):
     previous: NDArray[np.int64]
     number: NDArray[np.int64]
     tenant: NDArray[np.uint64]
-    gone: NDArray[np.bool_]
     digests: NDArray[np.uint8]
 
     @staticmethod
@@ -45,7 +43,6 @@ class Texts(NamedTuple):
             np.full(blocks, -1, np.int64),
             np.zeros(blocks, np.int64),
             np.zeros(blocks, np.uint64),
-            np.zeros(blocks, np.bool_),
             np.zeros((blocks, DIGEST_BYTES), np.uint8),
         )
 
@@ -63,7 +60,7 @@ def back(texts, tokens, at, place, first):  # type: ignore[no-untyped-def]
         count, at, offset = count + 1, at - 1, offset - 1
         if offset < 0:
             block = texts.previous[block % blocks]
-            if block < first or texts.gone[block % blocks]:
+            if block < first:
                 break
             offset = size - 1
     return count
@@ -86,7 +83,7 @@ def forth(texts, tokens, at, place, end):  # type: ignore[no-untyped-def]
             after = block + 1
             if after >= end or texts.previous[after % blocks] != block:
                 break
-            if texts.gone[after % blocks] or texts.tokens[after % blocks, 0] != tokens[at]:
+            if texts.tokens[after % blocks, 0] != tokens[at]:
                 break
             block, offset = after, 0
         elif texts.tokens[block % blocks, offset + 1] == tokens[at]:
