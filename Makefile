@@ -18,7 +18,7 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo check test flaky contracts soak bench lint format docs lock audit sbom release images clean
+.PHONY: help install serve demo check test flaky contracts soak bench lint format docs lock audit sbom release upgrade images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -108,6 +108,9 @@ sbom: install $(TOOLS)  ## write a CycloneDX bill of materials for each lock to 
 
 release: sbom  ## build wheel, sdist, chart, bills of materials and provenance in dist/, and check them; publishes nothing
 	$(BIN)/python scripts/release.py $(ARGS)
+
+upgrade: install  ## upgrade an app under load, from an earlier commit (FROM=HEAD~10) to this one
+	$(BIN)/python -m scripts.upgrade $(FROM)
 
 images: sbom  ## build headrace-cpu and headrace-gpu (ENGINE=podman, IMAGES=cpu for one)
 	@for name in $(IMAGES); do \

@@ -1,6 +1,6 @@
 """Upgrade an app under load, from an earlier commit to this checkout, on one machine.
 
-    python scripts/upgrade.py REVISION
+    python -m scripts.upgrade REVISION
 
 Both versions are built as wheels, each is installed in an environment of its own, and each serves
 the default model with the same configuration: API keys, and folders for conversation state and the
@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from release import ROOT, build, run  # type: ignore[import-not-found]
-from smoke import Installed  # type: ignore[import-not-found]
+
+from scripts.release import ROOT, build, run
+from scripts.smoke import Installed
 
 CLIENTS = 3
 TOKENS, LONG_TOKENS = 32, 300
@@ -127,7 +128,7 @@ def wheel_of(revision: str, folder: Path) -> tuple[Path, Path]:
     run(["git", "worktree", "add", "--detach", source, revision])
     try:
         uv = Path(sys.executable).parent / "uv"
-        command = [uv, "build", "--quiet", "--wheel", "--no-build-isolation"]
+        command: list[str | Path] = [uv, "build", "--quiet", "--wheel", "--no-build-isolation"]
         run([*command, "--python", sys.executable, "-o", folder, source], source)
         lock = folder / "cpu.lock"
         lock.write_bytes((source / "requirements" / "cpu.lock").read_bytes())
@@ -254,7 +255,7 @@ def upgrade(old: Version, new: Version, config: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
-        sys.exit("usage: python scripts/upgrade.py REVISION")
+        sys.exit("usage: python -m scripts.upgrade REVISION")
     with tempfile.TemporaryDirectory(prefix="headrace-upgrade-") as name:
         folder = Path(name)
         for each in ("old", "new", "copy"):
@@ -262,7 +263,8 @@ def main(arguments: Sequence[str]) -> None:
         old_files = wheel_of(arguments[0], folder / "old")
         new_files = build(folder / "new", folder / "copy"), ROOT / "requirements" / "cpu.lock"
         keys = folder / "keys.yaml"
-        command = [Path(sys.executable).parent / "headrace", "keys", "add", "upgrade", "--admin"]
+        command: list[str | Path] = [Path(sys.executable).parent / "headrace", "keys", "add"]
+        command += ["upgrade", "--admin"]
         key = json.loads(run([*command, "-f", keys, "--json"]))["key"]
         config = configuration(folder, keys)
         old = Version(folder / "old" / "app", *old_files, key)
