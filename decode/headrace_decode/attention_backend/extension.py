@@ -30,6 +30,7 @@ class AttentionExtension:
             offload_manager,
         )
 
+        # The cache has one if the workers' part chose `OffloadSpec` in `kv_cache_specs`.
         manager = offload_manager(scheduler)
         if manager is None:
             return parts
@@ -38,7 +39,7 @@ class AttentionExtension:
         if compression is not None:
             from headrace_decode.compression.engine.scheduler import CompressionSchedulerPart
 
-            # Decides first which requests stream, since these are not offloaded.
+            # Decides first whose KV it drops during the prefill, since these are not offloaded.
             parts.insert(0, CompressionSchedulerPart(scheduler, offload, compression))
         return parts
 

@@ -1,4 +1,4 @@
-"""`HeadracePDConnector`: the store beside NIXL's prefill-to-decode transfer, in one engine.
+"""`HeadracePDConnector`: NIXL's prefill-to-decode transfer, the store, and blending, in one engine.
 
 vLLM's MultiConnector loads from the first child that offers anything. This connector loads from the
 child that offers most, and from the earlier one if they offer the same. If a remote prefill is

@@ -1,13 +1,13 @@
 """An extension of vLLM's engine, and its parts in the processes of an engine.
 
-Resuming, drafting, blending, sparse attention and compression are extensions. Each is an object
-behind an entry point of the group `headrace.engine_extensions`; vLLM's own word is plugin. The
-scheduler and the workers of an engine ask every installed extension for its part (`scheduler`,
-`worker`). An extension reads the engine's configuration to decide whether it has one.
+An extension is an object behind an entry point of the group `headrace.engine_extensions`; vLLM's
+own word is plugin. The scheduler and the workers of an engine ask every installed extension for its
+part (`scheduler`, `worker`). An extension reads the engine's configuration to decide whether it has
+one. `OURS` has Headrace's own.
 
 A part defines the methods that it needs. Methods that no part defines cost nothing in a step.
-Parts run in the order of `installed_extensions`. Methods that run after vLLM (`after_...`,
-`end_step`) run in the reverse order.
+Parts run in the order of `installed_extensions`; methods named `after_...`, and `end_step`, in the
+reverse order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OURS = ("attention", "blending", "grammars", "resume", "speculation")
 """Names of Headrace's own extensions, in their order. `attention` precedes `resume`: the blocks of
 a sparse answer must be private before a resumed request gets the tokens of its earlier answer."""
 METADATA = "headrace_metadata"
-"""Attribute of a step's `SchedulerOutput`: messages of the scheduler's parts to the workers' parts,
-by key."""
+"""Attribute of a step's `SchedulerOutput`: messages of the scheduler's parts, by key, to the
+workers' parts, and to themselves for when the step's output arrives."""
 
 EXTENSIBLE_WORKER = "headrace_engine.extensions.worker.ExtensibleWorker"
 EXTENSIBLE_SCHEDULERS = {
