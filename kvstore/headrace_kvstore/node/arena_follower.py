@@ -71,7 +71,7 @@ class ArenaFollower:
     @property
     def caught_up(self) -> bool:
         """Whether all events so far were handled, and no sweep is due."""
-        if self._sweeping or (self._writer.missed and self._may_sweep()):
+        if self._sweeping or self._is_sweep_due():
             return False
         return self._seq is not None and self._seq == self._arena.next_seq
 
@@ -101,7 +101,7 @@ class ArenaFollower:
             self._resync()
             return True
         if self._seq == self._arena.next_seq:
-            if self._writer.missed and self._may_sweep() and self._writer.has_time:
+            if self._is_sweep_due() and self._writer.idle:
                 self._sweep()
                 self.sweeps += 1
             return False
@@ -117,7 +117,9 @@ class ArenaFollower:
             self._seq = None
         return True
 
-    def _may_sweep(self) -> bool:
+    def _is_sweep_due(self) -> bool:
+        if not (self._writer.missed and self._writer.has_disk):
+            return False
         return time.monotonic() - self._swept_s >= self._sweep_s
 
     def _publish_events(self, found: np.ndarray) -> bool:

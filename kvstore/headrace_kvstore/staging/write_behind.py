@@ -66,10 +66,10 @@ class WriteBehind(TransferPool[tuple[int, list[bytes]]]):
             return not self._backlog and not self._busy
 
     @property
-    def has_time(self) -> bool:
-        """Whether there is a disk to write to, and it has nothing to do."""
+    def has_disk(self) -> bool:
+        """Whether there is a disk to write to."""
         tier = self._tier()
-        return tier is not None and tier.state == "on" and self.idle
+        return tier is not None and tier.state == "on"
 
     def offer(self, row: int, hashes: Sequence[bytes]) -> None:
         """Queue blocks of one namespace that were stored, if the disk lacks them."""
