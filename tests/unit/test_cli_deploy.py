@@ -1,16 +1,21 @@
 """What the command line makes of the driver process: its events, its errors, its death."""
 
+import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from headrace.cli import deploy
+from headrace.cli import deploy, down
 from headrace.cli.deploy import AppDeployment, Deletion, DeployError, Progress
 from headrace.cli.state import Instance
+from headrace.observability.shared_memory import ProcessId
 
 INSTANCE = Instance(name="a", token="t", app="headrace", address="127.0.0.1:1")
 NOISE = "print('Fatal: the client broke', file=sys.stderr, flush=True); "
@@ -129,3 +134,33 @@ def test_a_deletion_hears_whether_it_is_dismissed_or_its_owner_was_killed(
 def run_all(log: Path | None = None) -> list[Progress]:
     with AppDeployment({}, log) as deploying:
         return list(deploying.run({}, soon()))
+
+
+@pytest.mark.parametrize(("drain", "limits"), [(True, [77.0 + deploy.DELETE_S]), (False, [])])
+def test_an_instance_is_stopped_when_its_requests_have_had_their_time(
+    monkeypatch: pytest.MonkeyPatch, drain: bool, limits: list[float]
+) -> None:
+    given: list[float] = []
+
+    class Recorded(Deletion):
+        def __init__(self, instance: Instance, environment: Mapping[str, str]) -> None:
+            assert instance.drain_s == 77.0
+
+        def go(self, timeout_s: float) -> None:
+            given.append(timeout_s)
+
+    monkeypatch.setattr(down, "Deletion", Recorded)
+    monkeypatch.setattr(down.cluster, "auth_environment", lambda folder: {})
+    own = ProcessId.of(psutil.Process())
+    instance = Instance("drained", "t", "ready", address="a:1", supervisor=own, drain_s=77.0)
+    said: list[str] = []
+    down.stop(instance, said.append, drain=drain)
+    assert given == limits
+    assert (said != []) is drain and all("within 77 s" in line for line in said)
+
+
+def test_the_driver_is_told_how_long_an_apps_requests_may_take(driver, tmp_path: Path) -> None:
+    file = tmp_path / "order"
+    driver(f"open({str(file)!r}, 'w').write(sys.stdin.readline()); say(deleted='headrace')")
+    Deletion(replace(INSTANCE, drain_s=50.0), {}).go(30.0)
+    assert json.loads(file.read_text())["wait_s"] == 50.0 + deploy.DELETE_S

@@ -25,6 +25,7 @@ from headrace.forkserver import LAUNCHER, py_executable
 
 DRIVER = [*LAUNCHER, "-m", "headrace.cli.driver"]
 END_S = 5.0  # for a driver to leave the cluster once its work is done
+DELETE_S = 15.0  # to delete an app, besides the time of its requests
 
 
 class DeployError(RuntimeError):
@@ -208,7 +209,8 @@ class Deletion:
     def __init__(self, instance: Instance, environment: Mapping[str, str]) -> None:
         self._driver = _Driver("delete", environment, None)
         keys = ("address", "app", "name", "token")
-        self._driver.send(json.dumps({key: getattr(instance, key) for key in keys}))
+        order = {key: getattr(instance, key) for key in keys}
+        self._driver.send(json.dumps({**order, "wait_s": instance.drain_s + DELETE_S}))
 
     def go(self, timeout_s: float) -> None:
         """Delete the app.

@@ -20,12 +20,10 @@ import psutil
 
 from headrace.cli import cluster, state
 from headrace.cli.console import CliError
-from headrace.cli.deploy import Deletion, DeployError
+from headrace.cli.deploy import DELETE_S, Deletion, DeployError
 from headrace.observability.shared_memory import ProcessId
 
-DRAIN_S = 20.0  # for requests in flight; then the processes are ended
-JOINED_S = 75.0  # for a joined cluster to delete the app; Serve itself gives up after 60 s
-OTHER_S = 120.0  # for another process that stops the instance
+OTHER_S = 60.0  # for another process that stops the instance, besides its requests' time
 
 
 def logs_dir(name: str) -> Path:
@@ -59,19 +57,19 @@ def stop(
     _mark(instance)
     if not instance.own_node:
         if instance.address and not forget:
-            say("deleting its app, letting requests in flight end")
+            say(f"deleting its app; {_waits(instance)}")
             try:
-                (deletion or Deletion(instance, {})).go(JOINED_S)
+                (deletion or Deletion(instance, {})).go(instance.drain_s + DELETE_S + 5.0)
             except DeployError as error:
                 instance.phase, instance.stopper = phase, None
                 state.save(instance)
                 raise CliError(_still_there(instance, error)) from error
     else:
         if drain and phase != "starting" and _alive(instance.supervisor):
-            say("letting requests in flight end")
+            say(f"{_waits(instance)}; Ctrl-C ends them now")
             environment = cluster.auth_environment(Path(instance.temp_dir))
             with contextlib.suppress(DeployError):
-                Deletion(instance, environment).go(DRAIN_S)
+                Deletion(instance, environment).go(instance.drain_s + DELETE_S)
         if instance.temp_dir:
             say("ending its processes")
             cluster.stop(instance.matcher(), logs_dir(instance.name) if keep_logs else None)
@@ -95,7 +93,7 @@ def stopped_elsewhere(instance: state.Instance) -> bool:
 
 def wait_for_other(instance: state.Instance) -> bool:
     """Wait until the process that stops this instance is done. Return whether it did its work."""
-    deadline = time.monotonic() + OTHER_S
+    deadline = time.monotonic() + instance.drain_s + OTHER_S
     while time.monotonic() < deadline:
         found = state.load(instance.name)
         if found is None or found.token != instance.token:
@@ -137,6 +135,10 @@ def _me() -> ProcessId:
 
 def _alive(who: ProcessId | None) -> bool:
     return who is not None and who.process() is not None
+
+
+def _waits(instance: state.Instance) -> str:
+    return f"requests in flight may end, within {instance.drain_s:g} s"
 
 
 def _still_there(instance: state.Instance, error: DeployError) -> str:

@@ -28,6 +28,7 @@ from headrace_kvstore.protocol.address import split_host_port
 
 CONNECT_S = 10.0  # for a connection to the cluster's port
 FOLLOW_S = 1.0  # between two reads of the app's status
+DELETED_S = 0.2  # the same of an app that is being deleted
 DELETE, DISMISS = "delete", "dismiss"  # what `Deletion` may say after its order
 
 Emit = Callable[[dict[str, Any]], None]
@@ -85,7 +86,12 @@ def _delete(orders: TextIO, emit: Emit) -> None:
     connect(order["address"])
     from ray import serve
 
-    serve.delete(order["app"])
+    serve.delete(order["app"], _blocking=False)  # Serve itself would wait for 60 s at most
+    deadline = time.monotonic() + order["wait_s"]
+    while order["app"] in _applications():
+        if time.monotonic() > deadline:
+            raise DriverError(f"it was not deleted within {order['wait_s']:g} s")
+        time.sleep(DELETED_S)
     if word != DELETE:  # the command line has ended and cannot do it
         state.remove(order["name"], order["token"])
     emit({"deleted": order["app"]})

@@ -179,19 +179,32 @@ def down(
             "instance's record. For clusters that no longer exist.",
         ),
     ] = False,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="End requests in flight at once, as Ctrl-C does later."),
+    ] = False,
 ) -> None:
     """Stop an instance.
 
-    Requests in flight get a few seconds to end. Then the instance's processes, its Ray node, its
-    folder and its files in /dev/shm are removed. On a Ray cluster joined with --address, only the
-    Serve application is deleted.
+    It takes no new requests; those in flight may end, within drain_s seconds. Then the instance's
+    processes, its Ray node, its folder and its files in /dev/shm are removed. On a Ray cluster
+    joined with --address, only the Serve application is deleted.
     """
     from headrace.cli import down as command
+
+    def stop(instance: Instance, *, drain: bool) -> None:
+        say = stderr().print
+        command.stop(instance, lambda line: say(f"  {line}"), drain=drain, forget=forget)
 
     failed = []
     for instance in _to_stop(name, everything):
         try:
-            command.stop(instance, lambda line: stderr().print(f"  {line}"), forget=forget)
+            try:
+                stop(instance, drain=not now)
+            except KeyboardInterrupt:
+                if not instance.own_node:
+                    raise
+                stop(instance, drain=False)
             stdout().print(f'"{instance.name}" is down')
         except CliError as error:
             failed.append(str(error))

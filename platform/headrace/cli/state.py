@@ -42,6 +42,7 @@ class Instance:
     started_at: float = 0.0  # seconds since the epoch
     shm_before: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)  # names of several models
+    drain_s: float = 20.0  # longest time for requests in flight when it is stopped
 
     def matcher(self) -> ProcessMatcher:
         """Return the facts by which its processes and files are recognised."""

@@ -106,6 +106,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         tls_cert_file=config.gateway.tls_cert_file,
         starter=ProcessId.of(psutil.Process()),
         started_at=time.time(),
+        drain_s=config.drain_s,
     )
     try:
         down.clear_leftovers(name)
