@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
@@ -46,6 +47,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.writing: dict[Key, int] = {}
         self.leased_until_s: dict[Key, float] = {}
         self.pinned: set[Key] = set()
+        self.retained_until_s: dict[Key, float] = {}
         self.told: set[Key] = set()
         self.since = 0
 
@@ -53,18 +55,9 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, blocks: int) -> None:
         self.size_bytes = 60_000 + blocks * 4096
         self.handles = [self.attach(), self.attach()]
-        for row, (block_bytes, layers) in enumerate(SIZES):
-            try:
-                assert (
-                    self.handles[row % 2].register_namespace(bytes([row] * 16), block_bytes, layers)
-                    == row
-                )
-            except ValueError:
-                assert block_bytes == 9000  # larger than a segment of the smallest arenas
-                self.handles[0].register_namespace(bytes([row] * 16), 100, layers)
 
     def attach(self) -> Arena:
-        return Arena.create_or_attach(
+        arena = Arena.create_or_attach(
             "arena",
             self.size_bytes,
             folder=self.folder,
@@ -73,6 +66,13 @@ class ArenaMachine(RuleBasedStateMachine):
             smallest_block_bytes=2000,
             clock=lambda: self.now_s,
         )
+        for row, (block_bytes, layers) in enumerate(SIZES):  # which it then uses
+            try:
+                assert arena.register_namespace(bytes([row] * 16), block_bytes, layers) == row
+            except ValueError:
+                assert block_bytes == 9000  # larger than a segment of the smallest arenas
+                assert arena.register_namespace(bytes([row] * 16), 100, layers) == row
+        return arena
 
     def teardown(self) -> None:
         for handle in self.handles:
@@ -83,6 +83,7 @@ class ArenaMachine(RuleBasedStateMachine):
         return sum(
             key[0] == row
             and key not in self.pinned
+            and self.retained_until_s.get(key, 0.0) <= self.now_s
             and self.leased_until_s.get(key, 0.0) <= self.now_s
             for key in self.ready
         )
@@ -95,12 +96,14 @@ class ArenaMachine(RuleBasedStateMachine):
                 key = (row, number)
                 if key in self.ready and slot < 0:
                     assert key not in self.pinned
+                    assert self.retained_until_s.get(key, 0.0) <= self.now_s
                     assert self.leased_until_s.get(key, 0.0) <= self.now_s
                     self.forget(key)
 
     def forget(self, key: Key) -> None:
         del self.ready[key]
         self.pinned.discard(key)
+        self.retained_until_s.pop(key, None)
         self.leased_until_s.pop(key, None)
 
     @rule(side=SIDES, row=ROWS, numbers=NUMBERS)
@@ -152,10 +155,48 @@ class ArenaMachine(RuleBasedStateMachine):
         there = self.handles[side].pin(row, to_hashes(numbers), pinned)
         assert there.tolist() == [(row, n) in self.ready for n in numbers]
         for number in numbers:
-            if pinned and (row, number) in self.ready:
-                self.pinned.add((row, number))
+            key = row, number
+            if pinned and key in self.ready:
+                self.pinned.add(key)
+                self.retained_until_s.pop(key, None)  # the pin replaces it
             else:
-                self.pinned.discard((row, number))
+                self.pinned.discard(key)
+
+    @rule(side=SIDES, row=ROWS, numbers=NUMBERS, seconds=st.integers(-1, 4))
+    def retain(self, side: int, row: int, numbers: list[int], seconds: int) -> None:
+        arena, until_s = self.handles[side], self.now_s + seconds
+        numbers, limit = list(dict.fromkeys(numbers)), self.retention_limit(arena)
+        kept = arena.retain(row, to_hashes(numbers), until_s).tolist()
+        if seconds <= 0:
+            assert not any(kept)
+            return
+        room, expected = limit - self.retained_bytes(arena), []
+        for number in numbers:
+            key = row, number
+            size = 0.0
+            if key in self.ready and key not in self.pinned:
+                old_s = self.retained_until_s.get(key, 0.0)
+                size = 0.0 if old_s > self.now_s else float(arena.table["bytes"][self.ready[key]])
+            expected.append(key in self.ready and size <= room)
+            if expected[-1]:
+                room -= size
+                if key not in self.pinned:
+                    before_s = self.retained_until_s.get(key, 0.0)
+                    self.retained_until_s[key] = max(before_s, until_s)
+        assert kept == expected
+        assert self.retained_bytes(arena) <= limit
+
+    @staticmethod
+    def retention_limit(arena: Arena) -> float:
+        """All blocks are of the tenant 0, which may take an eighth."""
+        return float(arena.tables.segments["bytes"].sum()) / 8
+
+    def retained_bytes(self, arena: Arena) -> float:
+        return sum(
+            float(arena.table["bytes"][self.ready[key]])
+            for key, until_s in self.retained_until_s.items()
+            if until_s > self.now_s
+        )
 
     @rule(side=SIDES, row=ROWS, numbers=NUMBERS)
     def discard(self, side: int, row: int, numbers: list[int]) -> None:
@@ -204,7 +245,8 @@ class ArenaMachine(RuleBasedStateMachine):
         for key, slot in self.ready.items():
             sums = arena.sums(np.array([slot]))[0]
             assert sums.tolist() == [pattern(*key) * 10 + layer for layer in range(len(sums))]
-            assert bool(arena.table["pinned"][slot]) == (key in self.pinned)
+            until_s = math.inf if key in self.pinned else self.retained_until_s.get(key, 0.0)
+            assert arena.table["kept_until_s"][slot] == until_s
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         assert not spans or spans[-1][1] <= self.size_bytes

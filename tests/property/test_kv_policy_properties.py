@@ -15,7 +15,7 @@ from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload, from_chains
-from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT, WRITING
+from headrace_kvstore.blocks.slot_record import FREE, PINNED, READY, SLOT, WRITING
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.hazard import AGES, CELLS, best_rate, fit
@@ -49,7 +49,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
         row["hash"] = (i + 1).to_bytes(8, "little")
         row["parent"] = parent + 1
         row["depth"] = depth[i]
-        row["pinned"] = draw(st.integers(0, 9)) == 0
+        row["kept_until_s"] = draw(st.sampled_from([0.0] * 8 + [100.0, 101.0, PINNED]))
         row["tenant"] = draw(st.integers(0, 4))
         row["used_s"] = draw(seconds)
         row["lease_until_s"] = draw(seconds)
@@ -87,7 +87,8 @@ def test_a_choice_is_held_by_nobody_and_breaks_no_prefix(
     gone: set[int] = set()
     for slot in chosen:
         row = table[slot]
-        assert row["state"] == READY and not row["pinned"] and row["lease_until_s"] <= 100.0
+        assert row["state"] == READY
+        assert row["kept_until_s"] <= 100.0 and row["lease_until_s"] <= 100.0
         if not is_orphan(table, slot):
             children = {
                 c
@@ -107,7 +108,8 @@ def test_all_that_can_go_goes(name: str, table: np.ndarray) -> None:
         for s in range(len(table))
         if table["state"][s] == WRITING
         or (
-            table["state"][s] == READY and (table["pinned"][s] or table["lease_until_s"][s] > 100.0)
+            table["state"][s] == READY
+            and (table["kept_until_s"][s] > 100.0 or table["lease_until_s"][s] > 100.0)
         )
     }
     for slot in list(held):

@@ -18,7 +18,7 @@ def broken(arena: Arena) -> list[str]:
     3. The index leads to each such slot and to nothing else.
     4. A segment's count is that of its slots that are not FREE; it is held iff that is not 0.
     5. A held segment's free chain runs through each of its FREE slots once.
-    6. FREE slots are neither pinned nor count any bytes.
+    6. FREE slots are neither kept nor count any bytes.
     """
     with arena.section:
         return _broken(arena.tables, arena._per_segment)
@@ -32,8 +32,8 @@ def _broken(t: Tables, per_segment: int) -> list[str]:
     if not np.isin(state, (FREE, WRITING, READY)).all():
         wrong.append("a slot has no such state")
     free = t.table[state == FREE]
-    if free["pinned"].any() or free["bytes"].any():
-        wrong.append("a FREE slot is pinned or counts bytes")
+    if free["kept_until_s"].any() or free["bytes"].any():
+        wrong.append("a FREE slot is kept or counts bytes")
 
     keys = {(int(record["namespace"]), record["hash"].tobytes()) for record in t.table[taken]}
     if len(keys) != len(taken):

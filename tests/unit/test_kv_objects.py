@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace_kvstore.blocks.slot_record import SLOT
+from headrace_kvstore.blocks.slot_record import PINNED, SLOT
 from headrace_kvstore.node.object_service import is_worth_sharing
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
@@ -31,7 +31,8 @@ EACH = NAME.size_bytes
     [
         ("hits", 0, False),
         ("hits", 1, True),
-        ("pinned", 1, True),
+        ("kept_until_s", PINNED, True),
+        ("kept_until_s", 1e9, False),
     ],
 )
 def test_a_block_is_shared_once_it_was_used_again_or_somebody_wants_to_keep_it(

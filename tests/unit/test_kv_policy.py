@@ -8,7 +8,7 @@ import pytest
 from benchmarks.kvpolicy.lfu import LFU
 from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.s3fifo import S3FIFO
-from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT, WRITING
+from headrace_kvstore.blocks.slot_record import FREE, PINNED, READY, SLOT, WRITING
 from headrace_kvstore.policy.base import Policy, block_keys, evictable, slot_keys
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.recency import LRU
@@ -93,7 +93,10 @@ def test_a_block_whose_ancestor_is_gone_goes_before_everything(store: Store) -> 
     assert store.choose(1) == [3]
 
 
-@pytest.mark.parametrize("field, value", [("pinned", 1), ("lease_until_s", NOW_S + 1)])
+@pytest.mark.parametrize(
+    "field, value",
+    [("kept_until_s", NOW_S + 1), ("kept_until_s", PINNED), ("lease_until_s", NOW_S + 1)],
+)
 def test_a_held_block_keeps_its_ancestors(store: Store, field: str, value: float) -> None:
     store.prompt([1, 2, 3], 0.0)
     store.table[field][store.slot[2]] = value

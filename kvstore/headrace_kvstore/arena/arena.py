@@ -63,7 +63,7 @@ died or hangs. If that writer still writes, checksums detect it."""
 INF = float("inf")
 EXISTS, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in place of a slot. EXISTS: the block is stored, or being written.
-NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
+NO_ROOM: no slot can be evicted, since every block is leased or kept, or the lock is held."""
 
 
 class Arena(PinningArena):
@@ -421,7 +421,7 @@ class Arena(PinningArena):
             return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
 
     def clear(self, namespace_id: int | None = None) -> int:
-        """Drop all blocks, or one namespace's, also pinned and leased ones; return their number.
+        """Drop all blocks, or one namespace's, also kept and leased ones; return their number.
 
         Blocks being written are not touched.
         """

@@ -27,7 +27,7 @@ from headrace_kvstore.arena.geometry import (
 )
 from headrace_kvstore.arena.locking import PATIENCE_S, FileLock
 from headrace_kvstore.arena.shared_file import SharedFile, huge_page_mode
-from headrace_kvstore.blocks.slot_record import EVENT, READY, SLOT, WRITING
+from headrace_kvstore.blocks.slot_record import EVENT, PINNED, READY, SLOT, WRITING
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -224,7 +224,8 @@ class ArenaMap:
     def stats(self) -> dict[str, Any]:
         """Return JSON-able sizes, counts and totals. Takes no lock, so they may be inconsistent."""
         t, ready = self.tables, self.table["state"] == READY
-        leased = self.table["lease_until_s"] > self._clock()
+        now_s = self._clock()
+        leased, retained = self.table["lease_until_s"] > now_s, self._retained(now_s)
         return {
             "size_bytes": self.geometry.size_bytes,
             "huge_pages": huge_page_mode(),
@@ -233,7 +234,9 @@ class ArenaMap:
             "blocks": int(ready.sum()),
             "writing": int((self.table["state"] == WRITING).sum()),
             "leased": int((ready & leased).sum()),
-            "pinned": int((ready & (self.table["pinned"] == 1)).sum()),
+            "pinned": int((ready & (self.table["kept_until_s"] == PINNED)).sum()),
+            "retained": int(retained.sum()),
+            "retained_bytes": int(self.table["bytes"][retained].sum()),
             "segments": len(t.segments),
             "segments_free": int((t.segments["namespace"] == NONE).sum()),
             "namespaces": [
@@ -247,6 +250,12 @@ class ArenaMap:
             ],
             **{name: int(self.words[word]) for name, word in TOTALS.items()},
         }
+
+    def _retained(self, now_s: float) -> np.ndarray:
+        """Return which slots hold blocks that are kept until a time after `now_s`, bool [slots]."""
+        until_s = self.table["kept_until_s"]
+        kept: np.ndarray = (until_s > now_s) & (until_s != PINNED)
+        return kept & (self.table["state"] == READY)
 
     def free_bytes(self) -> int:
         """Return the number of data bytes that hold no block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -92,10 +93,15 @@ class EvictingArena(ArenaMap):
         )
         return slots, generations[slots]
 
+    def _quota(self, tenant: int) -> float:
+        """Return the bytes that a tenant's blocks may take; infinite without a quota."""
+        limit = self._quotas.get(tenant, self._default_quota if tenant else None)
+        return math.inf if limit is None else limit
+
     def _over_quota(self, tenant: int, asked_bytes: float, now_s: float) -> Chosen:
         """Choose blocks of the tenant that must be evicted before it stores so many bytes."""
-        limit = self._quotas.get(tenant, self._default_quota if tenant else None)
-        if limit is None:
+        limit = self._quota(tenant)
+        if limit == math.inf:
             return np.zeros(0, np.int64), np.zeros(0, np.uint32)
         generations = self.table["generation"].copy()
         held_bytes = float(self.table["bytes"][self.table["tenant"] == tenant].sum())

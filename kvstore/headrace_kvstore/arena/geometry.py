@@ -24,7 +24,7 @@ import numpy as np
 from headrace_kvstore.blocks.slot_record import EVENT, SLOT
 
 MAGIC = b"HRARENA\0"
-VERSION = 5
+VERSION = 6
 HEADER_BYTES = 72
 PAGE_BYTES = 4096
 NAMESPACES = 256

@@ -10,8 +10,8 @@ harmless for these reasons:
   (`commit`), since a compiler may reorder stores within a call. So no record that is not FREE is
   half-written.
 - READY follows WRITING by one byte too, after the checksums (`write_sums`, an earlier call).
-- Only single aligned fields change while READY (lease, counters, pin), each valid at any value: at
-  worst a lease or a count is lost.
+- Only single aligned fields change while READY (leases, counters, `kept_until_s`), each valid at
+  any value: at worst a lease or a count is lost.
 - If an event was not written, `repair` makes all readers start over.
 """
 
@@ -105,7 +105,7 @@ def _take_slot(t: Tables, namespace_id: int, segment: Int) -> tuple[Int, Int]:
 @jit()
 def _wipe(record: Any) -> None:
     record.state = FREE
-    record.pinned = 0
+    record.kept_until_s = 0.0
     record.bytes = 0.0
     record.lease_until_s = 0.0
 
@@ -305,15 +305,15 @@ def unfinished(
 def drop(
     t: Tables, slots: np.ndarray, generations: np.ndarray, state: int, now_s: float, total: int
 ) -> int:
-    """Free each slot that still has its generation and `state`, and is neither pinned nor leased at
-    `now_s`; if `now_s` is infinite, pinned and leased ones too. Adds the number of freed slots to
+    """Free each slot that still has its generation and `state`, and is neither kept nor leased at
+    `now_s`; if `now_s` is infinite, kept and leased ones too. Adds the number of freed slots to
     words[total] and returns it."""
     dropped = 0
     for i in range(slots.size):
         record = t.table[slots[i]]
         if record.generation != generations[i] or record.state != state:
             continue
-        if (record.pinned and now_s != np.inf) or record.lease_until_s > now_s:
+        if record.kept_until_s > now_s or record.lease_until_s > now_s:
             continue
         if state == READY:
             _append_event(t, REMOVED, slots[i])

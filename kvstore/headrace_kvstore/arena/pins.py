@@ -14,6 +14,13 @@ import numpy as np
 MAX_PINNED_SHARE = 0.5
 """Share of the arena that pins may take: the rest always has room for what engines save."""
 
+MAX_RETAINED_SHARE = 0.25
+"""Share of the arena that retained blocks may take. Beside the pins, a quarter always remains for
+the blocks of requests that retain nothing, which are evicted as the policy ranks them."""
+MAX_TENANT_SHARE = 0.5
+"""Share of the room for retained blocks that one tenant's may take, and share of its quota: no
+tenant takes all of the room, and a tenant always has blocks to evict for its next ones."""
+
 Key = tuple[int, int]
 """Namespace id, first 8 bytes of a block hash."""
 

@@ -15,6 +15,9 @@ FREE = 0  # holds no block
 WRITING = 1  # reserved; its owner is copying the block in
 READY = 2  # complete and readable
 
+PINNED = float("inf")
+"""`kept_until_s` of a block that an operator has pinned."""
+
 MAX_WRITERS = 32
 """Maximum number of processes that may fill one slot together."""
 
@@ -23,7 +26,6 @@ HASH_BYTES = 32  # vLLM's block hash, zero-padded
 SLOT = np.dtype(
     [
         ("state", "u1"),  # FREE, WRITING or READY
-        ("pinned", "u1"),  # 1: never evicted
         ("namespace", "u2"),  # row in the arena's namespace table
         ("tenant", "u4"),  # hash of the tenant (cache salt), for quotas; 0: none
         ("depth", "u4"),  # number of blocks before it in its prefix; 0: a root
@@ -35,6 +37,7 @@ SLOT = np.dtype(
         ("stored_s", "f8"),  # when it was published; while WRITING, when it was reserved
         ("used_s", "f8"),  # when it was last leased, published or reserved
         ("lease_until_s", "f8"),  # readers may be copying until then
+        ("kept_until_s", "f8"),  # not evicted before then; 0: not kept, PINNED: never
         ("bytes", "f8"),  # size of the slot, 0 while FREE
         ("compute_s", "f4"),  # predicted seconds to compute this block at its depth; 0: unknown
         ("pending_writers", "u4"),  # while WRITING: a bit for each writer that is not done

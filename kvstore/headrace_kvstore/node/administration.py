@@ -109,7 +109,7 @@ def unpin(tiers: Tiers, namespace: bytes | None, leaf: bytes | None) -> dict[str
 
 
 def clear(tiers: Tiers, namespace: bytes | None) -> dict[str, Any]:
-    """Drop blocks from DRAM, pinned ones too, and from NVMe."""
+    """Drop blocks from DRAM, kept ones too, and from NVMe."""
     dram = nvme = 0
     with tiers.arena_lock:
         if tiers.dram is not None:

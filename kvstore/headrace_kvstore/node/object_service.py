@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import NamespaceInfo
+from headrace_kvstore.blocks.slot_record import PINNED
 from headrace_kvstore.least_squares import LinearTime
 from headrace_kvstore.nvme.record import BlockShape
 from headrace_kvstore.objects.object_client import StoreClient
@@ -54,7 +55,7 @@ def is_worth_sharing(rows: np.ndarray) -> np.ndarray:
     An object costs a request, and room for as long as it stays, and most blocks are never wanted
     twice. A block that a second request wanted here will be wanted elsewhere too.
     """
-    wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0)
+    wanted: np.ndarray = (rows["hits"] > 0) | (rows["kept_until_s"] == PINNED)
     return wanted
 
 

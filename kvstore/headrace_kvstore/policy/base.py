@@ -58,8 +58,9 @@ def parent_keys(table: Table) -> Keys:
 
 
 def evictable(table: Table, now_s: float) -> NDArray[np.bool_]:
-    """Return which slots may be given up: complete, not pinned, and without a reader's lease."""
-    return (table["state"] == READY) & (table["pinned"] == 0) & (table["lease_until_s"] <= now_s)
+    """Return which slots may be given up: complete, not kept, and without a reader's lease."""
+    free = (table["kept_until_s"] <= now_s) & (table["lease_until_s"] <= now_s)
+    return np.asarray((table["state"] == READY) & free)
 
 
 class Policy:
@@ -76,7 +77,7 @@ class Policy:
         """Return up to `need` slots to give up, worst first, and only slots in `among` if that is
         given.
 
-        The result is shorter if the other slots are leased, pinned or being written. A block never
+        The result is shorter if the other slots are leased, kept or being written. A block never
         comes before one that needs it, unless the latter is given up too.
         """
         raise NotImplementedError
