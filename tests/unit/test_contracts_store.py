@@ -11,6 +11,8 @@ from headrace_engine.vllm.kv_cache import FILE_FORMATS
 from tests.support.contracts import assert_fields, assert_takes, find
 
 SCHEDULER = "engine/headrace_engine/connector/scheduler_connector.py"
+RETENTION = "engine/headrace_engine/connector/retention.py"
+HINTS = "engine/headrace_engine/vllm/llm.py"
 SAVER = "engine/headrace_engine/connector/request_saver.py"
 HOLDS = "engine/headrace_engine/connector/step_holds.py"
 STATES = "engine/headrace_engine/connector/state_saver.py"
@@ -55,6 +57,20 @@ def test_the_connectors_statistics_are_vllms() -> None:
     assert_takes(f"{BASE}.build_kv_connector_stats", CONNECTOR, "data")
     wanted = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
     assert_takes(f"{BASE}.build_prom_metrics", CONNECTOR, *wanted)
+
+
+def test_requests_carry_kv_hints_to_connectors() -> None:
+    hints = "vllm.v1.kv_hints"
+    envelope = find(f"{hints}:KvHintsEnvelope", HINTS)
+    assert envelope.__struct_fields__ == ("protocol_version", "message_id", "actions")
+    fields = find(f"{hints}:KvHintAction", HINTS).__struct_fields__
+    assert fields == ("action_id", "action_type", "action_version", "payload")
+    assert_takes("vllm.v1.engine.async_llm:AsyncLLM.generate", HINTS, "kv_hints")
+    assert "kv_hints" in find("vllm.v1.engine:EngineCoreRequest", HINTS).__struct_fields__
+    request = "vllm.v1.request:Request"
+    source = inspect.getsource(find(f"{request}.from_engine_core_request", RETENTION))
+    assert "kv_hints=request.kv_hints" in source, f"mend {RETENTION}"
+    assert "self.kv_hints = kv_hints" in inspect.getsource(find(f"{request}.__init__", RETENTION))
 
 
 def test_blocks_can_be_held() -> None:

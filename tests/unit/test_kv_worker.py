@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_engine.connector.arena_index import ArenaIndex
+from headrace_engine.connector.arena.arena_index import ArenaIndex
 from headrace_engine.connector.messages import StepSample
 from headrace_engine.connector.store_work import BlockLoad, BlockSave, StepShape, StoreWork
 from headrace_engine.connector.worker_connector import WorkerConnector, tenant_number

@@ -31,16 +31,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_engine.connector.arena_index import ArenaIndex
+from headrace_engine.connector.arena.arena_index import ArenaIndex
+from headrace_engine.connector.arena.arena_reporter import ArenaReporter
+from headrace_engine.connector.arena.engine_arena import EngineArena
 from headrace_engine.connector.caches.engine_cache import EngineCache
 from headrace_engine.connector.caches.quantized_cache import QuantizedCache
-from headrace_engine.connector.engine_arena import EngineArena
 from headrace_engine.connector.identity.adapters import BlockNames
 from headrace_engine.connector.load_price import LoadPrice
 from headrace_engine.connector.loading.file_loader import DIRECT_BACKEND, FileLoader
 from headrace_engine.connector.messages import LoadSample, StepMetadata, StepSample, WorkerReport
 from headrace_engine.connector.node_tiers import NodeTiers
-from headrace_engine.connector.prompt_reporter import PromptReporter
 from headrace_engine.connector.scheduler_connector import SchedulerConnector
 from headrace_engine.connector.stats import (
     LOSSES,
@@ -60,8 +60,8 @@ logger = logging.getLogger("headrace.kvstore")
 
 ARENA_CHECK_S, ARENA_RETRY_S = 1.0, 60.0
 """Time between checks whether the arena was replaced (3 us each), and after a failed move."""
-LEARNER_END_S = 1.0
-"""Maximum wait, once, for a thread that reports prompts to the replaced arena's policy."""
+REPORTER_END_S = 1.0
+"""Maximum wait, once, for a thread that reports to the replaced arena."""
 
 
 class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
@@ -96,7 +96,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._reporter = Reporter()
         self._scheduler: SchedulerConnector | None = None
         self._price: LoadPrice | None = None
-        self._learner: PromptReporter | None = None
+        self._arena_reporter: ArenaReporter | None = None
         self._node: NodeTiers | None = None
         self._worker: WorkerConnector | None = None
         self._introduced = False
@@ -121,7 +121,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             self._node = NodeTiers(settings, opened.digest)
         self._price = LoadPrice(block_tokens, opened.layers, StepTime())
         priced = self._node is not None and settings.priced
-        self._learn()
+        self._report_to_arena()
         self._index = ArenaIndex(self.arena, opened.row, settings.lease_s, ranks)
         return SchedulerConnector(
             self._index,
@@ -135,6 +135,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             costs=self._price,
             record_prompt=self._prompted,
             ended=self._give_up if opened.parts.writers > 1 else None,
+            retain=self._retain,
             under_steps=under_steps,
             frees_early=opened.groups.frees_early,
             states=opened.groups.states,
@@ -375,20 +376,24 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.move(opened.arena, opened.row)
         elif self._scheduler is not None:
             self._index.move(opened.arena, opened.row)
-            ended = self._learner is None or self._learner.close(LEARNER_END_S)
-            self._learn()
+            ended = self._arena_reporter is None or self._arena_reporter.close(REPORTER_END_S)
+            self._report_to_arena()
             if ended:
                 before.close()
         logger.warning("the arena %s was replaced, and the new one is used", self._settings.name)
 
-    def _learn(self) -> None:
-        """Begin to report prompts to the arena's policy, if the policy learns."""
-        learns = self.arena.policy.learns and bool(self._opened.about)
-        self._learner = PromptReporter(self.arena, [self._opened.row]) if learns else None
+    def _report_to_arena(self) -> None:
+        """Begin to report to the arena, if the engine's blocks are there."""
+        opened = self._opened
+        self._arena_reporter = ArenaReporter(self.arena, [opened.row]) if opened.about else None
 
     def _prompted(self, hashes: Sequence[bytes]) -> None:
-        if self._learner is not None:
-            self._learner.record_prompt(hashes)
+        if self._arena_reporter is not None:
+            self._arena_reporter.record_prompt(hashes)
+
+    def _retain(self, names: Sequence[bytes], until_s: float, salt: str) -> None:
+        if self._arena_reporter is not None:
+            self._arena_reporter.retain(names, until_s, salt)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
@@ -435,8 +440,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-        if self._learner is not None:
-            self._learner.close()
+        if self._arena_reporter is not None:
+            self._arena_reporter.close()
         if self._scheduler is not None:
             self._names.close()
         if self._node is not None:

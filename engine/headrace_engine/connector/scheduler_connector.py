@@ -39,7 +39,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from headrace_engine.connector.arena_index import ArenaIndex
+from headrace_engine.connector.arena.arena_index import ArenaIndex
 from headrace_engine.connector.identity.adapters import BlockNames
 from headrace_engine.connector.load_price import LoadPrice, TierRun
 from headrace_engine.connector.node_tiers import NodeTiers
@@ -50,6 +50,7 @@ from headrace_engine.connector.request_state import (
     TierBlocks,
     TierQuestion,
 )
+from headrace_engine.connector.retention import RequestRetention, Retain
 from headrace_engine.connector.save_queue import SaveQueue
 from headrace_engine.connector.state_groups import StateGroups
 from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork, step_shape
@@ -76,6 +77,7 @@ class SchedulerConnector:
             pay ahead of their step.
         record_prompt: called with each new prompt's full blocks, root first; must not wait.
         ended: called with the blocks of each save that all workers have ended; must not wait.
+        retain: retains blocks of requests whose KV hints ask for it; None ignores the hints.
         names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.
         frees_early: whether vLLM frees blocks of a request that still runs.
@@ -101,6 +103,7 @@ class SchedulerConnector:
         costs: LoadPrice | None = None,
         record_prompt: Callable[[Sequence[bytes]], None] | None = None,
         ended: Callable[[Sequence[bytes]], None] | None = None,
+        retain: Retain | None = None,
         names: BlockNames | None = None,
         under_steps: bool = True,
         frees_early: bool = False,
@@ -118,7 +121,9 @@ class SchedulerConnector:
         self._block_tokens = block_tokens
         self._costs, self._prompted = costs, record_prompt
         self._loads = load
-        self.save_queue = SaveQueue(index, self.counts, ended)
+        self._ended = ended
+        self._retention = None if retain is None else RequestRetention(retain, clock)
+        self.save_queue = SaveQueue(index, self.counts, self._save_ended)
         self._saver = RequestSaver(
             self.save_queue, self._names, block_tokens, costs, save, frees_early, states
         )
@@ -405,6 +410,25 @@ class SchedulerConnector:
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             self._saver.finish(known, self._tables(block_ids))
+            self._retain(self._retention, request)
+
+    def _retain(self, retention: RequestRetention | None, request: Any) -> None:
+        """Retain the blocks of a request that has ended, if its hints ask for it."""
+        seconds = 0.0 if retention is None else retention.seconds(request)
+        if retention is None or not seconds:
+            return
+        shared = shared_blocks(request.block_hashes)
+        names = self._names.of_request(request, 0, shared) or []
+        if self._states is not None:
+            names = [each for name in names for each in (name, *self._states.names(name))]
+        held = self.save_queue.held(names)
+        retention.finish(names, held, seconds, request.cache_salt or "")
+
+    def _save_ended(self, names: Sequence[bytes]) -> None:
+        if self._ended is not None:
+            self._ended(names)
+        if self._retention is not None:
+            self._retention.saved(names)
 
     def saved(self, jobs: Iterable[int]) -> None:
         """Release the blocks of these jobs, whose copies have ended, well or not."""

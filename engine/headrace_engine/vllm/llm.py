@@ -1,7 +1,7 @@
 """Parts of vLLM's frontend (`AsyncLLM`) beyond its documented methods.
 
-`tests/unit/test_contracts_decode.py`, `test_contracts_resume.py` and `test_contracts_adapters.py`
-pin what is used here.
+`tests/unit/test_contracts_decode.py`, `test_contracts_resume.py`, `test_contracts_adapters.py` and
+`test_contracts_store.py` pin what is used here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from headrace_engine.adapters.registry import AdapterVersion
 from headrace_engine.adapters.sources import AdapterError
+from headrace_engine.connector.retention import ACTION_TYPE, ACTION_VERSION, SECONDS
 from headrace_engine.kv_groups import BlockUse
 
 __all__ = ["RENDERER_REGISTRY", "HfRenderer"]
 
 _MODALITIES = ("image", "video", "audio")
 _TENANT_FACTOR = "headrace_tenant"
+_HINTS_VERSION = "1"
+"""Version of the envelope of KV hints, which vLLM does not look at."""
 _ALL_INLINE = 2**62
 """Bytes from which vLLM's encoder puts a tensor into a message of its own."""
 
@@ -59,6 +63,21 @@ def intercept_requests(
         await found(request, send)
 
     core.add_request_async = add_request_async
+
+
+def with_retention(options: dict[str, Any], seconds: float, request_id: str) -> dict[str, Any]:
+    """Return the arguments of `AsyncLLM.generate` with the hint to retain a request's KV
+    (`connector.retention`); unchanged for 0 seconds.
+
+    Args:
+        options: the other arguments; actions in their hints stay.
+    """
+    if seconds <= 0.0:
+        return options
+    given = options.get("kv_hints") or KvHintsEnvelope(_HINTS_VERSION, request_id, [])
+    action = KvHintAction(request_id, ACTION_TYPE, ACTION_VERSION, {SECONDS: seconds})
+    hints = KvHintsEnvelope(given.protocol_version, given.message_id, [*given.actions, action])
+    return {**options, "kv_hints": hints}
 
 
 def skip_grammar_parsing(llm: AsyncLLM) -> None:

@@ -23,7 +23,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_engine.connector.engine_arena import EngineArena
+from headrace_engine.connector.arena.engine_arena import EngineArena
 from headrace_engine.connector.identity.engine_identity import first_epoch
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_kvstore.blocks.block_layout import BlockLayout

@@ -1,0 +1,1 @@
+"""The node's arena, as the two sides of an engine's connector use it."""
