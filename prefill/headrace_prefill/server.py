@@ -54,7 +54,7 @@ from headrace_engine.usage.replica_usage import ReplicaUsage, UsageExports
 from headrace_engine.usage.request_usage import tenant_of_salt
 from headrace_engine.usage.usage_book import UsageRecord
 from headrace_engine.vllm.engine import engine_facts, make_prefill_admission
-from headrace_engine.vllm.llm import lora_request
+from headrace_engine.vllm.llm import lora_request, with_retention
 
 logger = logging.getLogger("headrace.prefill")
 
@@ -260,15 +260,18 @@ class PrefillServer(PDPrefillServer):
         )
         if record is not None:
             self.engine.meter.usage.follow(request.request_id, record)
+        options = {
+            "lora_request": lora,
+            "priority": request.priority,
+            "trace_headers": request.trace_headers,
+        }
         # vLLM's own method: the fallback's engine class may override it for clients' requests.
         outputs = AsyncLLM.generate(
             self.engine.llm,
             prompt,
             params,
             request.request_id,
-            lora_request=lora,
-            priority=request.priority,
-            trace_headers=request.trace_headers,
+            **with_retention(options, request.retain_s, request.request_id),
         )
         output = None
         async for step_output in outputs:

@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
-from headrace_decode.apis import errors, messages, request_checks, responses, usage
+from headrace_decode.apis import errors, messages, request_checks, responses, retention, usage
 from headrace_decode.apis.forced_tools import with_strict_tools
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
+from headrace_decode.apis.retention import RETENTION
 from headrace_decode.apis.usage import USAGE, PromptUsage
-from headrace_decode.http.internal_port import REQUEST_ID, TENANT
+from headrace_decode.http.internal_port import MAX_RETENTION, REQUEST_ID, TENANT
 from headrace_engine.asgi_body import read_body, send_whole, with_body
 from headrace_engine.usage.request_usage import HEADER
 from headrace_engine.usage.usage_book import UsageBook
@@ -73,18 +74,20 @@ class ApiMiddleware:
         if body is None:
             return
         await self._rest_before_pass(body)
-        fields = request_checks.fields_of(body)
+        fields, retain_s = request_checks.fields_of(body), 0.0
         if fields is not None:
             refusal = request_checks.find_refusal(path, fields, self._abilities)
-            if refusal is not None:
-                await _refuse(send, path, refusal)
+            asked = retention.requested_s(path, fields) if refusal is None else refusal
+            if isinstance(asked, Refusal):
+                await _refuse(send, path, asked)
                 return
+            retain_s = min(asked, MAX_RETENTION.get())
             body = with_strict_tools(path, fields, body)
             scope = _named(scope, path, fields)
         scope, receive = with_body(scope, body, receive)
         await self._rest_before_pass(body)
         counted = PromptUsage()
-        before = USAGE.set(counted)
+        before, retention_before = USAGE.set(counted), RETENTION.set(retain_s)
         try:
             shaper = _AnswerShaper(
                 path, fields or RequestFields(), counted, send, self._engine_died, self._book
@@ -96,6 +99,7 @@ class ApiMiddleware:
                     raise
         finally:
             USAGE.reset(before)
+            RETENTION.reset(retention_before)
 
     async def _rest_before_pass(self, body: bytes) -> None:
         """If the body is long, wait for other long bodies, and rest before the next pass over it.

@@ -82,6 +82,9 @@ class RequestFields(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"null")
     messages: msgspec.Raw = msgspec.Raw(b"null")
     tools: msgspec.Raw = msgspec.Raw(b"null")
+    system: msgspec.Raw = msgspec.Raw(b"null")
+    cache_control: msgspec.Raw = msgspec.Raw(b"null")
+    prompt_cache_retention: Any = None
     tool_choice: Any = None
     guided_json: msgspec.Raw = msgspec.Raw(b"null")
     guided_regex: msgspec.Raw = msgspec.Raw(b"null")

@@ -1,4 +1,5 @@
-"""The replica's own port, which only gateways may use; they name a request's tenant and plan.
+"""The replica's own port, which only gateways may use; they name a request's tenant, its plan and
+the longest time for which it may have KV retained.
 
 The port is open to the cluster's network. The gateway checks API keys and limits, so no other
 client may use the port. A gateway proves itself with the replica's token.
@@ -17,6 +18,7 @@ from headrace_decode.planning.fanout_limiter import FANOUT, Fanout
 INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
 PLAN_HEADER = b"x-headrace-plan"
+MAX_RETENTION_HEADER = b"x-headrace-max-retention"
 REQUEST_ID_HEADER = b"x-request-id"
 KEYS_TARGET = "/headrace/internal/keys"
 """Path at which `headrace_decode.rendering.keys` answers."""
@@ -33,6 +35,8 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("headrace_request_id", default=N
 """The client's id of the request that this task answers; None for the replica's own requests."""
 PLAN: ContextVar[bytes | None] = ContextVar("headrace_plan", default=None)
 """The gateway's plan for the request that this task answers, as received and not checked."""
+MAX_RETENTION: ContextVar[float] = ContextVar("headrace_max_retention", default=0.0)
+"""Maximum seconds for which the request that this task answers may have its KV retained."""
 
 ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
@@ -54,7 +58,7 @@ class InternalPort:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        token, tenant, plan, request_id = b"", None, None, None
+        token, tenant, plan, request_id, retention_s = b"", None, None, None, 0.0
         for name, value in scope["headers"]:
             if name == INTERNAL_HEADER:
                 token = value
@@ -62,6 +66,8 @@ class InternalPort:
                 tenant = value.decode("latin-1")
             elif name == PLAN_HEADER:
                 plan = value
+            elif name == MAX_RETENTION_HEADER and value.isdigit():
+                retention_s = float(value)
             elif name == REQUEST_ID_HEADER:
                 request_id = value.decode("latin-1")
         if not hmac.compare_digest(token, self._token):
@@ -72,6 +78,7 @@ class InternalPort:
             return
         tenant_before, plan_before = TENANT.set(tenant), PLAN.set(plan)
         prompts_before, id_before = FANOUT.set(Fanout()), REQUEST_ID.set(request_id)
+        retention_before = MAX_RETENTION.set(retention_s)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -79,3 +86,4 @@ class InternalPort:
             PLAN.reset(plan_before)
             FANOUT.reset(prompts_before)
             REQUEST_ID.reset(id_before)
+            MAX_RETENTION.reset(retention_before)

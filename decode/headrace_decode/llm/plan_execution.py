@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace_decode.apis.retention import RETENTION
 from headrace_decode.apis.usage import CachedTokens
 from headrace_decode.http.internal_port import PLAN, REQUEST_ID, TENANT
 from headrace_decode.llm.engine_request import EngineRequest
@@ -76,6 +77,7 @@ class PlanExecution:
         trace_headers = request.options.get("trace_headers")
         job = fanout.job if (fanout := FANOUT.get()) else None
         recorder, client_id, tenant = RECORDER.get(), REQUEST_ID.get(), TENANT.get() or ""
+        retain_s = RETENTION.get()
         earlier = recorder.earlier if recorder is not None and params.n == 1 else []
 
         def submit(
@@ -110,6 +112,7 @@ class PlanExecution:
                         adapter=adapter,
                         media=media,
                         client_id=client_id or "",
+                        retain_s=retain_s,
                     )
                 )
                 cached.limit(result.cached_tokens)

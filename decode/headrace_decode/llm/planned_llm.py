@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_decode.apis.retention import RETENTION
 from headrace_decode.apis.usage import USAGE, CachedTokens
 from headrace_decode.attention.settings import settings_of as sparse_settings_of
 from headrace_decode.compression.engine.settings import settings_of as compression_settings_of
@@ -78,6 +79,7 @@ from headrace_engine.vllm.llm import (
     process_media_by_tenant,
     request_state,
     skip_grammar_parsing,
+    with_retention,
 )
 from headrace_kvstore.identity.salts import is_isolated, tenant_of
 
@@ -177,7 +179,8 @@ class PlannedLLM(ResumableLLM):
         Raises:
             PromptRendered: the request is for the rendered prompt and not for an answer.
         """
-        request = EngineRequest(prompt, sampling_params, request_id, kwargs)
+        options = with_retention(kwargs, RETENTION.get(), request_id)
+        request = EngineRequest(prompt, sampling_params, request_id, options)
         async with self.fanout.admit():
             try:
                 request = self._with_earlier_adapter(request)

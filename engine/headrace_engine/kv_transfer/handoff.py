@@ -94,6 +94,8 @@ class PrefillRequest:
     client_id: str = ""
     """The client's id of the request, under which the prefill replica records its usage; empty for
     a request of the caller's own."""
+    retain_s: float = 0.0
+    """Seconds for which the store of the prefill replica's machine retains the prompt's KV."""
 
 
 @dataclass(frozen=True, slots=True)
