@@ -64,6 +64,7 @@ def test_a_revoked_key_is_gone_and_the_others_stay(
         "slo": None,
         "slo_classes": None,
         "models": None,
+        "max_retention_s": None,
     }
 
 
@@ -111,6 +112,13 @@ def test_keys_added_at_once_are_all_kept(file: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add, range(12)))
     assert {each.name for each in read_keys(file).keys} == {f"key-{n}" for n in range(12)}
+
+
+def test_a_key_can_have_a_longest_retention_of_its_own(file: Path) -> None:
+    assert run("add", "agents", "-f", str(file), "--max-retention-s", "86400") == 0
+    assert run("add", "none", "-f", str(file), "--max-retention-s", "0") == 0
+    assert run("add", "long", "-f", str(file), "--max-retention-s", "86401") == 2
+    assert [each.max_retention_s for each in read_keys(file).keys] == [86_400, 0]
 
 
 def test_a_key_can_be_limited_to_models_and_the_list_shows_it(

@@ -10,12 +10,14 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from headrace.config.gateway import AdmissionSettings, GatewaySettings
 from headrace.config.key_file import hash_of
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
+from headrace.gateway.ingress.api_keys import ApiKeys
 from headrace.gateway.ingress.limits import MAX_ITEMS, MAX_OTHER_BYTES
 from tests.unit.gateway_fakes import (
     CHAT,
@@ -263,6 +265,53 @@ async def test_a_client_cannot_say_whose_request_it_is() -> None:
         async with bench.client.post(CHAT, json=PROMPT, headers=forged) as response:
             assert response.status == 200
         assert "x-headrace-tenant" not in bench.replica.seen[-1].headers
+
+
+LIMIT = "x-headrace-max-retention"
+
+
+@pytest.mark.parametrize(
+    ("setting", "own", "told"),
+    [
+        ({}, None, ["3600"]),
+        ({"max_retention_s": 60}, None, ["60"]),
+        ({"max_retention_s": 0}, None, []),
+        ({}, 86_400, ["86400"]),
+        ({}, 5, ["5"]),
+        ({}, 0, []),
+        ({"max_retention_s": 0}, 60, ["60"]),
+    ],
+)
+async def test_a_replica_is_told_how_long_a_request_may_have_its_kv_retained(
+    tmp_path: Path, setting: dict[str, int], own: int | None, told: list[str]
+) -> None:
+    file = tmp_path / "keys.yaml"
+    entry = {"name": "a", "hash": hash_of(b"secret"), "tenant": "shop"}
+    limits = {} if own is None else {"max_retention_s": own}
+    file.write_text(yaml.safe_dump({"keys": [{**entry, **limits}]}))
+    async with gateway_over(answer, api_keys_file=str(file), **setting) as bench:
+        headers = {"authorization": "Bearer secret", LIMIT: "86400"}  # which no client may say
+        async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+            assert response.status == 200
+        assert bench.replica.seen[-1].headers.getall(LIMIT, []) == told
+
+
+async def test_without_keys_the_setting_holds_for_everybody() -> None:
+    async with gateway_over(answer, max_retention_s=60) as bench:
+        async with bench.client.post(CHAT, json=PROMPT, headers={LIMIT: "86400"}) as response:
+            assert response.status == 200
+        assert bench.replica.seen[-1].headers.getall(LIMIT) == ["60"]
+
+
+@pytest.mark.parametrize("seconds", [-1, 86_401, 0.5, "a day"])
+def test_a_wrong_limit_is_refused(tmp_path: Path, seconds: object) -> None:
+    with pytest.raises(ValidationError, match="max_retention_s"):
+        GatewaySettings.model_validate({"max_retention_s": seconds})
+    file = tmp_path / "keys.yaml"
+    entry = {"name": "a", "hash": hash_of(b"secret"), "tenant": "shop", "max_retention_s": seconds}
+    file.write_text(yaml.safe_dump({"keys": [entry]}))
+    with pytest.raises(ValueError, match=r"keys\[0\]\.max_retention_s"):
+        ApiKeys(file=str(file))
 
 
 OURS = ("/headrace/v1/status", "/headrace/v1/corpora", "/headrace/v1/plans/known")

@@ -242,6 +242,15 @@ def keys_add(
         list[str] | None,
         typer.Option(help="Model or alias that requests may name; repeat it. Default: all."),
     ] = None,
+    max_retention_s: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=86_400,
+            help="Maximum seconds for which requests may have KV retained in DRAM. Default: "
+            "gateway.max_retention_s.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a key, add its hash to the file, and print the key."""
@@ -255,6 +264,7 @@ def keys_add(
         max_concurrent=max_concurrent,
         requests_per_minute=requests_per_minute,
         models=model,
+        max_retention_s=max_retention_s,
         as_json=as_json,
     )
 

@@ -36,6 +36,7 @@ def add(
     max_concurrent: int | None,
     requests_per_minute: int | None,
     models: list[str] | None = None,
+    max_retention_s: int | None = None,
     as_json: bool = False,
 ) -> None:
     """Make a key, add it to the file, and print it on stdout.
@@ -53,6 +54,7 @@ def add(
             max_concurrent=max_concurrent,
             requests_per_minute=requests_per_minute,
             models=models or None,
+            max_retention_s=max_retention_s,
         )
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.config.batches import BatchSettings
 from headrace.config.conversations import ConversationSettings
-from headrace.config.key_file import HASH, NAME, ModelName
+from headrace.config.key_file import HASH, NAME, ModelName, RetentionSeconds
 from headrace.config.models import MAX_MODELS
 from headrace.config.section import Resources, Section
 from headrace.config.tls_files import TlsFiles
@@ -223,6 +223,12 @@ class GatewaySettings(Section):
         ge=1,
         description="Maximum requests in flight for each model of a gateway; a further one is "
         "answered 429 with `Retry-After`.",
+    )
+    max_retention_s: RetentionSeconds = Field(
+        default=3600,
+        description="Maximum seconds for which a request may have its prompt's KV retained in DRAM "
+        "(`prompt_cache_retention`, `cache_control`), unless its key says otherwise; requests that "
+        "ask for more get this. 0: such fields have no effect.",
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,

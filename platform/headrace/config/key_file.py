@@ -12,6 +12,8 @@ The file is YAML, written by `headrace keys` or by hand:
       slo: interactive                  # SLO class of requests that name none
       slo_classes: [interactive, batch] # those that requests may name; left out: all
       models: [small, chat]             # models and aliases that requests may name; left out: all
+      max_retention_s: 86400            # seconds that requests may have KV retained in DRAM; left
+                                        # out: gateway.max_retention_s
 
 Keys are random and long, so a plain SHA-256 cannot be searched.
 """
@@ -37,6 +39,8 @@ MAX_DEPTH = 8
 
 Role = Literal["user", "admin"]
 Name = Annotated[str, Field(pattern=NAME)]
+RetentionSeconds = Annotated[int, Field(ge=0, le=86_400)]
+"""The maximum seconds for which a request may have KV retained: 0 for none, at most a day."""
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 """The name of a model, or of an alias, in a request."""
 
@@ -56,6 +60,7 @@ class KeyEntry(BaseModel):
     slo_classes: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
 
     models: Annotated[list[ModelName], Field(min_length=1, max_length=256)] | None = None
+    max_retention_s: RetentionSeconds | None = None
 
     @model_validator(mode="after")
     def _may_have_its_own_class(self) -> KeyEntry:

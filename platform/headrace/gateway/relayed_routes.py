@@ -120,6 +120,8 @@ class RelayedRoutes:
     async def handle(self, context: RequestContext) -> None:
         """Check a request, then relay it."""
         call, models, route = context.call, self._models, context.call.route
+        own_s = context.caller.max_retention_s
+        call.max_retention_s = self._settings.max_retention_s if own_s is None else own_s
         if route is None and models.all_routes_known:
             raise models.routes.refusal(context.path, call.method)
         call.model_id = models.only

@@ -49,6 +49,8 @@ class Caller:
         slo: SLO class of requests that name none.
         slo_classes: SLO classes that requests may name; None for all.
         models: names of models that requests may use; None for all.
+        max_retention_s: maximum seconds for which requests may have KV retained; None for the
+            gateway's setting.
         rate_limit: the key's limits and its present usage.
         key_hash: hash of the key; empty if no keys are configured.
     """
@@ -59,6 +61,7 @@ class Caller:
     slo: str | None = None
     slo_classes: frozenset[str] | None = None
     models: frozenset[str] | None = None
+    max_retention_s: int | None = None
     rate_limit: RateLimit = field(default_factory=RateLimit)
     key_hash: str = ""
     _packed: bytes = field(default=b"", repr=False)
@@ -77,6 +80,7 @@ class Caller:
         allowed = entry.slo_classes
         self.slo_classes = None if allowed is None else frozenset(allowed)
         self.models = None if entry.models is None else frozenset(entry.models)
+        self.max_retention_s = entry.max_retention_s
 
 
 ANONYMOUS = Caller()

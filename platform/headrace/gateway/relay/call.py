@@ -77,6 +77,7 @@ class Call:
         error: code of the error that the client got; None if it got none.
         received: the beginning of the stream that the client has and wants to resume.
         recorder: keeps its answer; None if it is not kept.
+        max_retention_s: maximum seconds for which it may have its prompt's KV retained.
         own_id_bytes: number of leading bytes of the body that differ each time the client sends it.
     """
 
@@ -114,6 +115,7 @@ class Call:
     received: bytes = b""
     recorder: AnswerRecorder | None = None
     own_id_bytes: int = 0
+    max_retention_s: int = 0
 
     def replace_body(self, body: bytes) -> None:
         """Put another body in the place of the client's, within its budget.

@@ -5,7 +5,11 @@ from __future__ import annotations
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.errors import Headers
 from headrace.gateway.ingress.connection import SECURITY_HEADERS
-from headrace_decode.http.internal_port import INTERNAL_HEADER, TENANT_HEADER
+from headrace_decode.http.internal_port import (
+    INTERNAL_HEADER,
+    MAX_RETENTION_HEADER,
+    TENANT_HEADER,
+)
 from headrace_decode.resume.emitted import HEADER
 
 # Hop-by-hop headers (RFC 9110, 7.6.1), and headers that the gateway or its server writes itself.
@@ -86,3 +90,8 @@ def identity_headers(replica: ReplicaInfo, tenant: str | None) -> Headers:
     if tenant is None:
         return token_header(replica)
     return [*token_header(replica), (TENANT_HEADER, tenant.encode())]
+
+
+def retention_headers(max_retention_s: int) -> Headers:
+    """Return the header with the seconds for which a request may have KV retained; none for 0."""
+    return [(MAX_RETENTION_HEADER, b"%d" % max_retention_s)] if max_retention_s else []

@@ -28,7 +28,12 @@ from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.ingress.body_budget import BodyBudget, BodyReservation
 from headrace.gateway.placement.placer import Placement, Placer
 from headrace.gateway.relay.call import Answer, Call
-from headrace.gateway.relay.headers import identity_headers, is_event_stream, token_header
+from headrace.gateway.relay.headers import (
+    identity_headers,
+    is_event_stream,
+    retention_headers,
+    token_header,
+)
 from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.replica_monitor import MonitoredRequest, ReplicaMonitor
 from headrace.gateway.replica_pool import Lease, ReplicaPool
@@ -167,6 +172,7 @@ class RetryingFetcher:
         if call.gateway_s is None:
             call.gateway_s = perf_counter() - call.started - call.waited_s
         headers = call.headers + identity_headers(lease.replica, call.tenant)
+        headers += retention_headers(call.max_retention_s)
         if placement is not None:
             headers += placement.headers
         body = call.body
