@@ -201,6 +201,37 @@ class TestFaults:
             [again] = engine.answers([PROMPTS[LONG]], anew=True)
             assert again.cached == FOUND[LONG]
 
+    def test_a_prompt_with_a_hint_outlives_a_flood_of_others(
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine]
+    ) -> None:
+        _, engine = engines
+        fresh = noise(3 * BLOCK, seed=79)
+        engine.retain(fresh, 600.0)
+        with on_disk.arena() as arena:
+
+            def count() -> int:
+                engine.answers([fresh[:1]], max_tokens=1)  # its step learns of copies that ended
+                return int(arena.stats()["retained"])
+
+            until(lambda: count() == 3)
+            rows, _ = arena.blocks()
+            retained = [row["hash"].tobytes() for row in rows if row["kept_until_s"] > 0.0]
+            others = len(rows) - len(retained)
+            layers, flood = arena.namespaces()[0].layers, list[bytes]()
+
+            def left() -> int:
+                """Stores another block, which the node writes: it is evicted only after that."""
+                flood.append(bytes([254]) + len(flood).to_bytes(31, "big"))
+                slot = arena.reserve(0, flood[-1:], [0], [0])
+                arena.publish(slot[slot >= 0], np.zeros((int((slot >= 0).sum()), layers)))
+                names = [row["hash"].tobytes() for row in rows]
+                return int((arena.lookup(0, names) >= 0).sum())
+
+            assert others > 0
+            until(lambda: left() == len(retained))
+            assert (arena.lookup(0, retained) >= 0).all()
+            arena.discard(0, flood)
+
     def test_two_engines_that_compute_one_prompt_at_once_store_it_once(
         self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine]
     ) -> None:

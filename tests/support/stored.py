@@ -132,6 +132,10 @@ class StoredEngine:
         """Ask for answers to prompts, all at once, and abort them after so many steps."""
         self._child.do("abort", prompts=prompts, steps=steps)
 
+    def retain(self, prompt: list[int], seconds: float) -> None:
+        """Compute a prompt with the hint that its KV is retained."""
+        self._child.do("retain", prompt=prompt, seconds=seconds)
+
     def preemptions(self) -> int:
         """Number of preemptions so far."""
         return int(self._child.do("preemptions"))
@@ -279,6 +283,18 @@ class Engine:
             engine.step()
         engine.abort_request(names)
         engine.step()
+
+    def retain(self, prompt: list[int], seconds: float) -> None:
+        from vllm import SamplingParams
+
+        from headrace_engine.vllm.llm import with_retention
+
+        engine, name = self._llm.llm_engine, "retained"
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        given: Any = {"prompt_token_ids": prompt}
+        engine.add_request(name, given, params, **with_retention({}, seconds, name))
+        while engine.has_unfinished_requests():
+            engine.step()
 
     def preemptions(self) -> float:
         found = self._llm.get_metrics()
