@@ -322,6 +322,25 @@ def test_counts_of_a_step_that_has_not_ended_are_divided_by_the_time_that_passed
     assert (rates["at"], rates["requests"]) == ([100, 110], [2, 2])
 
 
+def test_the_usage_of_the_last_day_is_shown_by_tenant(opened: Callable[..., Browser]) -> None:
+    page = opened("tenants")
+    wait(lambda: page.text("#usage tbody tr:last-child"))
+    row = page.text("#usage tbody tr:last-child")
+    for part in ("shop", "2,950", "3,120,455", "80 %", "140,312"):
+        assert part in row, row
+
+
+def test_the_rest_of_an_answer_has_its_time_per_token(opened: Callable[..., Browser]) -> None:
+    page = opened("overview")
+    request = {"queue_s": 0.1, "ttft_s": 0.6, "total_s": 5.1, "tokens": 46, "streamed": True}
+    parts = module(page, "lib/plans.js", "m.measuredParts(a[0], {})", request)
+    assert [each["name"] for each in parts] == [
+        "Gateway queue",
+        "First token",
+        "Rest of the answer, 45 tokens of 100 ms each:",
+    ]
+
+
 def test_a_tenants_errors_are_the_servers_not_its_own(opened: Callable[..., Browser]) -> None:
     page = opened("overview")
     finished = [

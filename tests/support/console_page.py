@@ -94,6 +94,8 @@ class ConsolePage:
             return 200, {"health": asdict(health), **self._grown(recorded)}
         if path == "/headrace/v1/requests":
             return 200, recorded["requests"]
+        if path == "/headrace/v1/usage":
+            return 200, recorded["usage"]
         if path == "/headrace/v1/history":
             return 200, history(recorded["requests"]["now"], recorded["traffic"])
         if path == "/version":

@@ -14,6 +14,7 @@ import { Tabs } from "./widgets/tabs.js";
 
 const STATUS_MS = 2000;
 const HISTORY_MS = 5000;
+const USAGE_MS = 10000; // the ledger is written every five seconds
 
 /** The tab and its part in the URL: "#requests/ID". */
 function useHash() {
@@ -49,6 +50,7 @@ function Console() {
   const isShown = state.data !== null && !needsKey;
   const history = usePolled("/headrace/v1/history", HISTORY_MS, isShown, session);
   const requests = usePolled("/headrace/v1/requests", STATUS_MS, isShown && tab.needs.includes("requests"), session);
+  const usage = usePolled("/headrace/v1/usage", USAGE_MS, isShown && tab.needs.includes("usage"), session);
   const version = usePolled("/version", 600000, isShown, session);
   const counters = useCounters(state.data);
   const status = state.data;
@@ -64,7 +66,7 @@ function Console() {
     body = html`<${Tabs} tabs=${TABS} selected=${tab.id} onSelect=${(id) => go(id)} />
       ${state.error && html`<p class="alert" role="alert">${state.error.message} What you see is the last state that the gateway told.</p>`}
       <div id="panel" role="tabpanel" aria-labelledby="tab-${tab.id}" tabindex="0">
-        <${View} key=${tab.id} status=${status} history=${history} counters=${counters} requests=${requests} models=${models} theme=${theme} part=${part} onPart=${(id) => go(tab.id, id)} /></div>`;
+        <${View} key=${tab.id} status=${status} history=${history} counters=${counters} requests=${requests} usage=${usage} models=${models} theme=${theme} part=${part} onPart=${(id) => go(tab.id, id)} /></div>`;
   }
   return html`<a class="skip" href="#panel" onClick=${(event) => { event.preventDefault(); document.getElementById("panel")?.focus(); }}>Skip to the content</a>
     <${Header} model=${models.join(", ")} health=${health} isLocked=${needsKey} updated_s=${counters.at(-1)?.at} history=${history.data} counters=${counters} theme=${theme} onTheme=${() => setTheme(nextTheme(theme))} />

@@ -44,9 +44,15 @@ export function measuredParts(request, plan) {
   const parts = [
     { part: "admission", name: "Gateway queue", seconds: queue },
     ...(first === null ? [] : [{ part: "first", name: "First token", seconds: first - queue }]),
-    ...(total === null ? [] : [{ part: first === null ? "whole" : "rest", name: first === null ? "Whole answer" : "Rest of the answer", seconds: total - (first ?? queue) }]),
+    ...(total === null ? [] : [first === null ? { part: "whole", name: "Whole answer", seconds: total - queue } : { part: "rest", name: restName(request, total - first), seconds: total - first }]),
   ];
   return parts.filter((part) => part.seconds > 0);
+}
+
+/** The name of the part after the first token, with the time per token if the gateway counted them. */
+function restName(request, rest_s) {
+  const further = (request.tokens ?? 0) - 1;
+  return further > 0 ? `Rest of the answer, ${plural(further, "token")} of ${seconds(rest_s / further)} each:` : "Rest of the answer";
 }
 
 /** Sentences that say what was decided, why, and how it turned out. */

@@ -12,7 +12,7 @@ export const TABS = [
   { id: "requests", label: "Requests", View: Requests, needs: ["requests"] },
   { id: "kv", label: "KV", View: Kv, needs: [] },
   { id: "advice", label: "Advice", View: Advice, needs: [] },
-  { id: "tenants", label: "Tenants", View: Tenants, needs: ["requests"] },
+  { id: "tenants", label: "Tenants", View: Tenants, needs: ["requests", "usage"] },
   { id: "settings", label: "Settings", View: Settings, needs: [] },
   { id: "playground", label: "Playground", View: Playground, needs: [] },
 ];

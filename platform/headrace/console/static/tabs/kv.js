@@ -21,7 +21,7 @@ function HitRate({ counters, theme }) {
   const lines = [{ name: "not computed", values: hitRates(counters) }];
   const times = counters.map((point) => point.at);
   const to_s = times.at(-1) ?? 0;
-  return html`<${Card} title="KV hit rate" id="hits" wide note="The share of prompt tokens whose KV was taken from a cache or the store, over ten seconds, since this page was opened.">
+  return html`<${Card} title="KV hit rate" id="hits" wide note="The share of prompt tokens whose KV was taken from an engine's own cache or from the store, over ten seconds, since this page was opened. An engine looks into its own cache first, and a hit there is none of the store's.">
     ${all ? html`<p>Since the start of the replicas, ${percent(last.reachableTokens / all)} of all prompt tokens were held somewhere when they were planned, and ${percent(last.reachedTokens / all)} were not computed.</p>`
       : html`<p class="soft">No prompt yet.</p>`}
     <${Chart} label="KV hit rate" times=${times} lines=${lines} from_s=${Math.min(to_s - 60, times[0] ?? 0)} to_s=${to_s} format=${percent} max=${1} theme=${theme} /><//>`;

@@ -1,21 +1,34 @@
-// Who uses the app: requests, tokens, errors and waits by tenant, and the shares of the engines' time.
+// Who uses the app: the usage of the last day, recent requests by tenant, and the shares of the engines' time.
 import { html } from "../vendor/htm-preact.js";
 import { count, percent, plural, seconds } from "../lib/format.js";
 import { queuesOf } from "../lib/models.js";
 import { byTenant } from "../lib/tenants.js";
 import { Alert, Bar, Card, DocsPage, Table } from "../widgets/layout.js";
 
-export function Tenants({ status, requests }) {
-  return html`<div class="grid"><${Usage} requests=${requests} /><${Queue} status=${status} /></div>`;
+export function Tenants({ status, requests, usage }) {
+  return html`<div class="grid"><${Usage} usage=${usage} /><${Recent} requests=${requests} /><${Queue} status=${status} /></div>`;
 }
 
-function Usage({ requests }) {
+function Usage({ usage }) {
+  const { data, error } = usage;
+  const lines = data?.usage ?? [];
+  const cached = (one) => one.prompt_tokens - one.computed_tokens;
+  return html`<${Card} title="Usage of the last day" id="usage" wide note="By all gateways, in whole hours, as it can be billed. Engine seconds are each request's share of the engines' steps.">
+    ${!data && (error ? html`<p class="soft">${error.message}</p>` : html`<p class="soft" role="status">Asking the gateway ...</p>`)}
+    ${data && html`<${Table} label="Usage of the last day" none="No usage yet."
+      columns=${[{ name: "Tenant" }, { name: "Model", minor: true }, { name: "Answers", right: true, minor: true }, { name: "Prompt tokens", right: true }, { name: "Not computed", right: true, title: "Share of the prompt tokens whose KV was cached, loaded or pulled" },
+        { name: "Answer tokens", right: true }, { name: "Engine time", right: true }]}
+      rows=${lines.map((one) => ({ key: `${one.tenant} ${one.model}`, cells: [one.tenant || "(no key)", one.model, count(one.requests), count(one.prompt_tokens), percent(one.prompt_tokens ? Math.max(0, cached(one)) / one.prompt_tokens : null), count(one.output_tokens), seconds(one.engine_s)] }))} />`}
+    <p class="soft"><code>headrace usage</code> has other times, all quantities and CSV. <${DocsPage} page="usage.md">Usage and billing<//></p><//>`;
+}
+
+function Recent({ requests }) {
   const { data, error } = requests;
   const rows = data ? byTenant(data.finished, data.in_flight) : [];
-  const over = data?.finished.length ? `Over the last ${count(data.finished.length)} finished requests that the gateway remembers.` : "";
-  return html`<${Card} title="Requests by tenant" id="usage" wide note=${over}>
+  const over = data?.finished.length ? `Over the last ${count(data.finished.length)} finished requests that this gateway remembers, the first ones after a start included.` : "";
+  return html`<${Card} title="Recent requests by tenant" id="recent" wide note=${over}>
     ${!data && (error ? html`<${Alert}>The requests are not known: ${error.message}<//>` : html`<p class="soft" role="status">Asking the gateway ...</p>`)}
-    ${data && html`<${Table} label="Requests by tenant" none="No request yet."
+    ${data && html`<${Table} label="Recent requests by tenant" none="No request yet."
       columns=${[{ name: "Tenant" }, { name: "Requests", right: true }, { name: "In flight", right: true, minor: true }, { name: "Answer tokens", right: true }, { name: "Errors", right: true, title: "Status 500 and above, and broken streams" },
         { name: "Refused", right: true, minor: true, title: "Status 400 to 498" }, { name: "TTFT p50", right: true }, { name: "TTFT p99", right: true, minor: true }]}
       rows=${rows.map((one) => ({ key: one.tenant ?? "", cells: [one.tenant ?? "(no key)", count(one.requests), count(one.running), count(one.tokens), one.errors ? `${count(one.errors)} (${percent(one.errors / one.requests)})` : "0", count(one.refused), seconds(one.ttft_p50_s), seconds(one.ttft_p99_s)] }))} />`}

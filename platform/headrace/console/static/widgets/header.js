@@ -31,6 +31,7 @@ export function Header({ model, health, isLocked, updated_s, history, counters, 
     ${health.problems.length > 1 && html`<details class="problems"><summary>All problems</summary><ul>${health.problems.map((problem) => html`<li>${problem}</li>`)}</ul></details>`}
     ${!isLocked && html`<dl class="figures">${figures.map(([id, name, value, more, line, meaning]) => html`<div class="figure" id="figure-${id}" title=${meaning}>
       <dt>${name}</dt><dd><b>${value}</b>${more && html` <span class="more">${more}</span>`}</dd>
-      <dd><${Sparkline} values=${line} label=${`${name}, last ten minutes`} /></dd></div>`)}</dl>`}
+      <dd><${Sparkline} values=${line} label=${`${name}, last ten minutes`} /></dd></div>`)}</dl>
+      <p class="soft window">Figures: the last minute; KV hit rate: the last ten seconds, since this page was opened. Lines: ten minutes.</p>`}
   </header>`;
 }
