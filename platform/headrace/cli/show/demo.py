@@ -163,8 +163,16 @@ class Demo:
             raise CliError("no other replica took the answer over; headrace status says more")
         self._say(
             f"{last.tokens} of {STORY_TOKENS} tokens arrived. The longest pause was "
-            f"{last.pause_s:.1f} s. Replica {mine['replica']} wrote the rest."
+            f"{last.pause_s:.1f} s. {self._named(mine['replica'])} wrote the rest."
         )
+
+    def _named(self, replica: str) -> str:
+        """Return a replica's name at the start of a sentence, with what it usually does."""
+        replicas = self._status()["replicas"]
+        role = next((each["role"] for each in replicas if each["replica_id"] == replica), "")
+        if role == "prefill":
+            return f"Prefill replica {replica}, which stands in for the decode replica,"
+        return f"Replica {replica}"
 
     def _decode_process(self) -> psutil.Process:
         """Return the process of a decode replica.
