@@ -140,6 +140,11 @@ def _why(plan: Mapping[str, Any]) -> str:
     return why
 
 
+def predicted_ttft_s(plan: Mapping[str, Any]) -> float:
+    """Return the predicted seconds to the first token of a plan's choice."""
+    return _ttft(plan["predicted"], plan["kind"])
+
+
 def _ttft(predicted: Mapping[str, float], kind: str) -> float:
     """Return the predicted seconds to the first token: the total without the others' delays."""
     rest = sum(predicted.get(f"{kind}.{part}", 0.0) for part in OTHERS)
@@ -193,7 +198,7 @@ def _results(plan: Mapping[str, Any]) -> Iterator[str]:
     if not measured:
         yield "not measured yet: the first token has not come"
         return
-    predicted_s = _ttft(plan["predicted"], plan["kind"])
+    predicted_s = predicted_ttft_s(plan)
     yield (
         f"first token after {human_time(measured['ttft_s'])}, predicted {human_time(predicted_s)}"
     )
