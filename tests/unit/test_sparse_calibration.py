@@ -273,7 +273,8 @@ def test_a_file_that_cannot_be_used_is_refused_with_field_and_command(
     file: Path, sparse: str, why: str
 ) -> None:
     found = problems(file.parent, sparse)
-    assert found.startswith("techniques.sparse.calibration: ") and why in found
+    assert found.startswith(f"{file.parent}/app.yaml:2: techniques.sparse.calibration: ")
+    assert why in found
     assert "headrace lab calibrate sparse MODEL --texts FOLDER --out FILE" in found
 
 
