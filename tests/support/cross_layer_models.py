@@ -222,7 +222,9 @@ class Engines:
         return found
 
     def forget(self) -> bool:
-        """Empty the engine's own prefix cache; False while blocks are still being saved."""
+        """Empty the engine's own prefix cache; False while blocks are still being saved. No step
+        runs by itself in an engine of this process, and only a step learns that a save ended."""
+        self._llm.llm_engine.step()
         return bool(self._llm.reset_prefix_cache())
 
     def block_tokens(self) -> int:
