@@ -410,19 +410,18 @@ class SchedulerConnector:
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             self._saver.finish(known, self._tables(block_ids))
-            self._retain(self._retention, request)
+            self._retain(request)
 
-    def _retain(self, retention: RequestRetention | None, request: Any) -> None:
+    def _retain(self, request: Any) -> None:
         """Retain the blocks of a request that has ended, if its hints ask for it."""
-        seconds = 0.0 if retention is None else retention.seconds(request)
-        if retention is None or not seconds:
+        if self._retention is None or not (seconds := self._retention.seconds(request)):
             return
         shared = shared_blocks(request.block_hashes)
         names = self._names.of_request(request, 0, shared) or []
         if self._states is not None:
             names = [each for name in names for each in (name, *self._states.names(name))]
         held = self.save_queue.held(names)
-        retention.finish(names, held, seconds, request.cache_salt or "")
+        self._retention.finish(names, held, seconds, request.cache_salt or "")
 
     def _save_ended(self, names: Sequence[bytes]) -> None:
         if self._ended is not None:

@@ -12,13 +12,14 @@ export function Tenants({ status, requests, usage }) {
 function Usage({ usage }) {
   const { data, error } = usage;
   const lines = data?.usage ?? [];
-  const cached = (one) => one.prompt_tokens - one.computed_tokens;
+  const reused = (one) => one.cached_tokens + one.dram_tokens + one.nvme_tokens + one.remote_tokens + one.blended_tokens;
+  const share = (one) => (reused(one) + one.computed_tokens ? reused(one) / (reused(one) + one.computed_tokens) : null);
   return html`<${Card} title="Usage of the last day" id="usage" wide note="By all gateways, in whole hours, as it can be billed. Engine seconds are each request's share of the engines' steps.">
     ${!data && (error ? html`<p class="soft">${error.message}</p>` : html`<p class="soft" role="status">Asking the gateway ...</p>`)}
     ${data && html`<${Table} label="Usage of the last day" none="No usage yet."
-      columns=${[{ name: "Tenant" }, { name: "Model", minor: true }, { name: "Answers", right: true, minor: true }, { name: "Prompt tokens", right: true }, { name: "Not computed", right: true, title: "Share of the prompt tokens whose KV was cached, loaded or pulled" },
+      columns=${[{ name: "Tenant" }, { name: "Model", minor: true }, { name: "Answers", right: true, minor: true }, { name: "Prompt tokens", right: true }, { name: "Reused", right: true, title: "Share of the prompt tokens of all engines whose KV came from a cache or the store; KV from a prefill engine was computed there" },
         { name: "Answer tokens", right: true }, { name: "Engine time", right: true }]}
-      rows=${lines.map((one) => ({ key: `${one.tenant} ${one.model}`, cells: [one.tenant || "(no key)", one.model, count(one.requests), count(one.prompt_tokens), percent(one.prompt_tokens ? Math.max(0, cached(one)) / one.prompt_tokens : null), count(one.output_tokens), seconds(one.engine_s)] }))} />`}
+      rows=${lines.map((one) => ({ key: `${one.tenant} ${one.model}`, cells: [one.tenant || "(no key)", one.model, count(one.requests), count(one.prompt_tokens), percent(share(one)), count(one.output_tokens), seconds(one.engine_s)] }))} />`}
     <p class="soft"><code>headrace usage</code> has other times, all quantities and CSV. <${DocsPage} page="usage.md">Usage and billing<//></p><//>`;
 }
 
