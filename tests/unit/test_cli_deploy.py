@@ -94,20 +94,34 @@ def test_what_libraries_print_is_no_event(driver) -> None:
 
 
 def test_a_crash_after_the_app_is_deleted_is_no_error(driver) -> None:
-    driver("sys.stdin.readline(); sys.stdin.readline(); say(deleted='headrace'); " + SEGFAULT)
-    Deletion(INSTANCE, {}).go(30.0)
+    driver(
+        "sys.stdin.readline(); sys.stdin.readline(); say(deleting='headrace'); say(deleted='headrace'); "
+        + SEGFAULT
+    )
+    Deletion(INSTANCE, {}).go()
 
 
 def test_a_crash_before_the_app_is_deleted_is_an_error(driver) -> None:
     driver("sys.stdin.readline(); sys.stdin.readline(); " + NOISE + SEGFAULT)
     with pytest.raises(DeployError, match="signal 11"):
-        Deletion(INSTANCE, {}).go(30.0)
+        Deletion(INSTANCE, {}).go()
 
 
-def test_a_deletion_that_hangs_is_given_up(driver) -> None:
+def test_a_ray_that_takes_no_order_is_given_up_however_long_requests_may_take(
+    driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy, "ORDER_S", 0.5)
     driver("sys.stdin.read()")
+    with pytest.raises(DeployError, match="Ray did not take the order"):
+        Deletion(replace(INSTANCE, drain_s=3600.0), {}).go()
+
+
+def test_a_deletion_that_hangs_is_given_up(driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy, "DELETE_S", 0.5)
+    monkeypatch.setattr(deploy, "END_S", 0.1)
+    driver("say(deleting='headrace'); sys.stdin.read()")
     with pytest.raises(DeployError, match="it was not deleted within 0"):
-        Deletion(INSTANCE, {}).go(0.5)
+        Deletion(replace(INSTANCE, drain_s=0.0), {}).go()
 
 
 @pytest.mark.parametrize(("end", "expected"), [("dismiss", "dismiss"), ("kill", "")])
@@ -136,18 +150,18 @@ def run_all(log: Path | None = None) -> list[Progress]:
         return list(deploying.run({}, soon()))
 
 
-@pytest.mark.parametrize(("drain", "limits"), [(True, [77.0 + deploy.DELETE_S]), (False, [])])
+@pytest.mark.parametrize("drain", [True, False])
 def test_an_instance_is_stopped_when_its_requests_have_had_their_time(
-    monkeypatch: pytest.MonkeyPatch, drain: bool, limits: list[float]
+    monkeypatch: pytest.MonkeyPatch, drain: bool
 ) -> None:
-    given: list[float] = []
+    deleted: list[float] = []
 
     class Recorded(Deletion):
         def __init__(self, instance: Instance, environment: Mapping[str, str]) -> None:
-            assert instance.drain_s == 77.0
+            self.drain_s = instance.drain_s
 
-        def go(self, timeout_s: float) -> None:
-            given.append(timeout_s)
+        def go(self) -> None:
+            deleted.append(self.drain_s)
 
     monkeypatch.setattr(down, "Deletion", Recorded)
     monkeypatch.setattr(down.cluster, "auth_environment", lambda folder: {})
@@ -155,12 +169,15 @@ def test_an_instance_is_stopped_when_its_requests_have_had_their_time(
     instance = Instance("drained", "t", "ready", address="a:1", supervisor=own, drain_s=77.0)
     said: list[str] = []
     down.stop(instance, said.append, drain=drain)
-    assert given == limits
+    assert deleted == ([77.0] if drain else [])
     assert (said != []) is drain and all("within 77 s" in line for line in said)
 
 
 def test_the_driver_is_told_how_long_an_apps_requests_may_take(driver, tmp_path: Path) -> None:
     file = tmp_path / "order"
-    driver(f"open({str(file)!r}, 'w').write(sys.stdin.readline()); say(deleted='headrace')")
-    Deletion(replace(INSTANCE, drain_s=50.0), {}).go(30.0)
+    driver(
+        f"open({str(file)!r}, 'w').write(sys.stdin.readline()); "
+        "say(deleting='headrace'); say(deleted='headrace')"
+    )
+    Deletion(replace(INSTANCE, drain_s=50.0), {}).go()
     assert json.loads(file.read_text())["wait_s"] == 50.0 + deploy.DELETE_S

@@ -76,12 +76,16 @@ class ApiMiddleware:
         await self._rest_before_pass(body)
         fields, retain_s = request_checks.fields_of(body), 0.0
         if fields is not None:
-            refusal = request_checks.find_refusal(path, fields, self._abilities)
-            asked = retention.requested_s(path, fields) if refusal is None else refusal
-            if isinstance(asked, Refusal):
-                await _refuse(send, path, asked)
+            refused_or_s: float | Refusal | None
+            refused_or_s = request_checks.find_refusal(path, fields, self._abilities)
+            if refused_or_s is None:
+                if retention.reads_blocks(path, body):
+                    await self._rest_before_pass(body)
+                refused_or_s = retention.requested_s(path, fields)
+            if isinstance(refused_or_s, Refusal):
+                await _refuse(send, path, refused_or_s)
                 return
-            retain_s = min(asked, MAX_RETENTION.get())
+            retain_s = min(refused_or_s, MAX_RETENTION.get())
             body = with_strict_tools(path, fields, body)
             scope = _named(scope, path, fields)
         scope, receive = with_body(scope, body, receive)

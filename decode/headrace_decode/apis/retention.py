@@ -27,6 +27,11 @@ _DEFAULT_TTL = "5m"
 _MARK = b'"cache_control"'
 
 
+def reads_blocks(path: str, body: bytes) -> bool:
+    """Return whether `requested_s` decodes a request's messages, another pass over a long body."""
+    return path == MESSAGES and _MARK in body
+
+
 def requested_s(path: str, fields: RequestFields) -> float | Refusal:
     """Return the seconds that a request for one of `request_checks.PATHS` asks for, 0 if it does
     not ask; or why it is refused."""

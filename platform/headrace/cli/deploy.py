@@ -25,7 +25,8 @@ from headrace.forkserver import LAUNCHER, py_executable
 
 DRIVER = [*LAUNCHER, "-m", "headrace.cli.driver"]
 END_S = 5.0  # for a driver to leave the cluster once its work is done
-DELETE_S = 15.0  # to delete an app, besides the time of its requests
+ORDER_S = 20.0  # for Ray to take the order to delete an app
+DELETE_S = 15.0  # to delete it then, besides the time of its requests
 
 
 class DeployError(RuntimeError):
@@ -210,18 +211,22 @@ class Deletion:
         self._driver = _Driver("delete", environment, None)
         keys = ("address", "app", "name", "token")
         order = {key: getattr(instance, key) for key in keys}
-        self._driver.send(json.dumps({**order, "wait_s": instance.drain_s + DELETE_S}))
+        self._wait_s = instance.drain_s + DELETE_S
+        self._driver.send(json.dumps({**order, "wait_s": self._wait_s}))
 
-    def go(self, timeout_s: float) -> None:
-        """Delete the app.
+    def go(self) -> None:
+        """Delete the app; its requests in flight may end within the instance's `drain_s`.
 
         Raises:
-            DeployError: it was not deleted within `timeout_s` seconds; with the reason.
+            DeployError: Ray did not take the order, or the app was not deleted in time; with the
+                reason.
         """
         self._driver.send(DELETE)
         try:
-            if self._driver.event(timeout_s) is None:
-                raise DeployError(f"it was not deleted within {timeout_s:g} s")
+            if self._driver.event(ORDER_S) is None:
+                raise DeployError(f"Ray did not take the order within {ORDER_S:g} s")
+            if self._driver.event(self._wait_s + END_S) is None:
+                raise DeployError(f"it was not deleted within {self._wait_s:g} s")
         finally:
             self._driver.close(grace_s=0.0)
 

@@ -20,7 +20,7 @@ import psutil
 
 from headrace.cli import cluster, state
 from headrace.cli.console import CliError
-from headrace.cli.deploy import DELETE_S, Deletion, DeployError
+from headrace.cli.deploy import Deletion, DeployError
 from headrace.observability.shared_memory import ProcessId
 
 OTHER_S = 60.0  # for another process that stops the instance, besides its requests' time
@@ -59,7 +59,7 @@ def stop(
         if instance.address and not forget:
             say(f"deleting its app; {_waits(instance)}")
             try:
-                (deletion or Deletion(instance, {})).go(instance.drain_s + DELETE_S + 5.0)
+                (deletion or Deletion(instance, {})).go()
             except DeployError as error:
                 instance.phase, instance.stopper = phase, None
                 state.save(instance)
@@ -69,7 +69,7 @@ def stop(
             say(f"{_waits(instance)}; Ctrl-C ends them now")
             environment = cluster.auth_environment(Path(instance.temp_dir))
             with contextlib.suppress(DeployError):
-                Deletion(instance, environment).go(instance.drain_s + DELETE_S)
+                Deletion(instance, environment).go()
         if instance.temp_dir:
             say("ending its processes")
             cluster.stop(instance.matcher(), logs_dir(instance.name) if keep_logs else None)
