@@ -95,8 +95,8 @@ def test_what_libraries_print_is_no_event(driver) -> None:
 
 def test_a_crash_after_the_app_is_deleted_is_no_error(driver) -> None:
     driver(
-        "sys.stdin.readline(); sys.stdin.readline(); say(deleting='headrace'); say(deleted='headrace'); "
-        + SEGFAULT
+        "sys.stdin.readline(); sys.stdin.readline(); "
+        "say(deleting='headrace'); say(deleted='headrace'); " + SEGFAULT
     )
     Deletion(INSTANCE, {}).go()
 
