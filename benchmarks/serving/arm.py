@@ -135,8 +135,10 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
         print(READY, flush=True)
         stop.wait()
         with contextlib.suppress(deploy.DeployError):
-            instance = state.Instance(spec.name, spec.token, app=APP, address=node.address)
-            deploy.Deletion(instance, {}).go(10.0)
+            instance = state.Instance(
+                spec.name, spec.token, app=APP, address=node.address, drain_s=0.0
+            )
+            deploy.Deletion(instance, {}).go()
     finally:
         driver.disconnect()
         cluster.stop(node.matcher())
