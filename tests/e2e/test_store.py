@@ -48,6 +48,12 @@ def saved(app: App, blocks_before: int, blocks: int) -> None:
     )
 
 
+def loaded_blocks(app: App) -> int:
+    """Number of blocks that the prefill engine has loaded from DRAM. It loads what it finds, also
+    where the node answered too late for the plan, as on a busy machine."""
+    return int(app.replica("prefill")["store"].get("loaded_dram", 0))
+
+
 def test_the_prefill_engine_loads_what_the_decode_engine_computed(app: App) -> None:
     """It is tried again where the node answered too late for the plan, as on a busy machine."""
     for attempt in range(8):
@@ -58,7 +64,7 @@ def test_the_prefill_engine_loads_what_the_decode_engine_computed(app: App) -> N
         assert (plan["kind"], plan["loaded_tokens"]) == ("local", 0)
         saved(app, before, 5)
         computed_before = app.replica("prefill")["prompt_tokens_computed"]
-        loaded_before = app.replica("prefill")["store"].get("loaded_dram", 0)
+        loaded_before = loaded_blocks(app)
         with app.policy("remote"):
             loaded, plan = ask(app, prompt, salt)
         assert loaded == computed and plan["kind"] == "remote"
@@ -103,11 +109,12 @@ def test_another_tenant_finds_nothing(app: App) -> None:
     with app.policy("local"):
         ask(app, prompt, salt)
         saved(app, before, 3)
+    loaded_before = loaded_blocks(app)
     with app.policy("remote"):
         _, plan = ask(app, prompt, uuid.uuid4().hex)
-        assert plan["loaded_tokens"] == 0
-        _, plan = ask(app, prompt, salt)
-        assert plan["loaded_tokens"] == 3 * BLOCK
+        assert plan["loaded_tokens"] == loaded_blocks(app) - loaded_before == 0
+        ask(app, prompt, salt)
+        assert loaded_blocks(app) - loaded_before == 3
 
 
 def test_warming_makes_kv_before_the_first_client_comes(app: App) -> None:
@@ -129,8 +136,10 @@ def test_warming_makes_kv_before_the_first_client_comes(app: App) -> None:
         ]
     }
     assert store(app)["tiers"]["dram"]["pinned"] >= 2
+    loaded_before = loaded_blocks(app)
     with app.policy("remote"):
-        assert ask(app, prompt, salt)[1]["loaded_tokens"] == 2 * BLOCK
+        ask(app, prompt, salt)
+    assert loaded_blocks(app) - loaded_before == 2
 
 
 def test_a_prompt_that_cannot_be_warmed_is_told_and_costs_the_others_nothing(app: App) -> None:
