@@ -64,6 +64,11 @@ class Replay:
             hits[i] = self.step(chain, float(work.arrival_s[i]), priority)
         return Outcome(hits, self.saving_s[hits], self.written)
 
+    def leading(self, chain: NDArray[np.int64]) -> int:
+        """Return the number of a prompt's leading blocks that would be hits."""
+        gaps = np.flatnonzero(self.slot_of[chain] < 0)
+        return int(gaps[0]) if len(gaps) else len(chain)
+
     def step(self, chain: NDArray[np.int64], now_s: float, priority: int) -> int:
         """One prompt; returns its leading hit blocks."""
         table, policy = self.table, self.policy

@@ -21,6 +21,12 @@ Figures, mean over the seeds:
                                       of which an endless cache uses the part `--busy`
     agents.2x.in_time_of_lru          turns in time with the store's policy over those with LRU
     agents.2x.in_time_of_ttl          likewise over the fixed time to live
+
+The nodes of `lru` and `ttl` prefill in the order of arrival, as vLLM does, and that of `store` in
+the order of `headrace_engine.prefill_admission`. What the order alone gives:
+
+    agents.2x.lru.in_time_ordered     as `lru.in_time`, in that order
+    agents.2x.store.in_time_fifo      as `store.in_time`, in the order of arrival
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ from benchmarks.serving.environment import machine
 from benchmarks.sessions.agents import as_workload, sessions
 from benchmarks.sessions.baselines import Belady, FixedTtl, KnownGaps
 from benchmarks.sessions.serving import speed_of, ttfts_s
+from headrace_engine.prefill_admission import MAX_STRETCH
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.policy.recency import LRU
@@ -53,6 +60,14 @@ ONLINE: dict[str, Callable[[], Policy]] = {
     "ttl": lambda: FixedTtl(TTL_S),
     "store": CostAware.create,
 }
+ARMS = {
+    "lru.in_time": ("lru", 0.0),
+    "ttl.in_time": ("ttl", 0.0),
+    "store.in_time": ("store", MAX_STRETCH),
+    "lru.in_time_ordered": ("lru", MAX_STRETCH),
+    "store.in_time_fifo": ("store", 0.0),
+}
+"""Policy, and `stretch` of `serving.ttfts_s`."""
 TARGETS = {
     "agents.2x.store.of_belady": "<= 1.15",
     "agents.2x.in_time_of_lru": ">= 1.5",
@@ -113,14 +128,14 @@ def measure_agents(seed: int, seconds: float, block_tokens: int, busy: float) ->
     figures |= measure_trace(work, costs, partial(KnownGaps, found, seconds))
     speed = speed_of(work, costs, busy)
     for factor in FACTORS:
-        in_time = {}
-        for name, make in ONLINE.items():
-            slots = working_set(work) // factor
-            ttft_s = np.array(ttfts_s(found, work, costs, slots, make(), speed, seconds))
-            in_time[name] = float((ttft_s <= TTFT_S).sum())
-            figures[f"{factor}x.{name}.in_time"] = in_time[name] / len(ttft_s)
-        figures[f"{factor}x.in_time_of_lru"] = in_time["store"] / in_time["lru"]
-        figures[f"{factor}x.in_time_of_ttl"] = in_time["store"] / in_time["ttl"]
+        slots, turns = working_set(work) // factor, {}
+        for name, (of, stretch) in ARMS.items():
+            cache = Replay(work, costs, slots, ONLINE[of]())
+            ttft_s = np.array(ttfts_s(found, costs, cache, speed, seconds, stretch))
+            turns[name] = float((ttft_s <= TTFT_S).sum())
+            figures[f"{factor}x.{name}"] = turns[name] / len(ttft_s)
+        figures[f"{factor}x.in_time_of_lru"] = turns["store.in_time"] / turns["lru.in_time"]
+        figures[f"{factor}x.in_time_of_ttl"] = turns["store.in_time"] / turns["ttl.in_time"]
     return figures
 
 

@@ -2,19 +2,21 @@
 
 A session's next turn arrives its gap after the first token of the turn before, so a slow answer
 delays it. TTFT is the wait for the node, the load of the blocks found, and the prefill of all other
-tokens. Speed is relative to `workload.Costs`.
+tokens. Speed is relative to `workload.Costs`. The waiting turns are prefilled in the order of
+`headrace_engine.prefill_admission`, or in the order of their arrival, as vLLM does.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.workload import Costs, Workload
 from benchmarks.sessions.agents import Session
-from headrace_kvstore.policy.base import Policy
 
 
 def prefill_s(costs: Costs, known: float, tokens: float) -> float:
@@ -33,30 +35,45 @@ def speed_of(work: Workload, costs: Costs, busy: float) -> float:
 
 def ttfts_s(
     found: list[Session],
-    work: Workload,
     costs: Costs,
-    slots: int,
-    policy: Policy,
+    cache: Replay,
     speed: float,
     seconds: float,
+    stretch: float,
 ) -> list[float]:
-    """Return the TTFT of each turn that arrives within `seconds`."""
-    cache = Replay(work, costs, slots, policy)
-    turns = [(session.start_s, i, 0) for i, session in enumerate(found)]
-    heapq.heapify(turns)
+    """Return the TTFT of each turn that arrives within `seconds`; inf if it waits longer than that.
+
+    Args:
+        stretch: how many times its own prefill time a turn lets later ones pass it; 0 for the order
+            of arrival.
+    """
+    arriving = [(session.start_s, i, 0) for i, session in enumerate(found)]
+    heapq.heapify(arriving)
+    waiting: list[tuple[float, float, int, int]] = []
     free_s, ttft_s = 0.0, []
-    while turns:
-        arrival_s, i, turn = heapq.heappop(turns)
-        if arrival_s >= seconds:
+    while arriving or waiting:
+        if not waiting:
+            free_s = max(free_s, arriving[0][0])
+        while arriving and arriving[0][0] <= free_s:
+            arrival_s, i, turn = heapq.heappop(arriving)
+            due_s = arrival_s
+            if stretch:
+                tokens = int(found[i].tokens[turn])
+                known = cache.leading(_chain(found[i], tokens, costs)) * costs.block_tokens
+                due_s += stretch * prefill_s(costs, known, tokens) / speed
+            heapq.heappush(waiting, (due_s, arrival_s, i, turn))
+        if free_s >= seconds:
             break
-        session = found[i]
-        tokens = int(session.tokens[turn])
-        chain = session.blocks[: tokens // costs.block_tokens]
-        hits = cache.step(chain, arrival_s, 0)
-        computed_s = prefill_s(costs, hits * costs.block_tokens, tokens) / speed
-        free_s = max(free_s, arrival_s) + computed_s
+        _, arrival_s, i, turn = heapq.heappop(waiting)
+        session, tokens = found[i], int(found[i].tokens[turn])
+        hits = cache.step(_chain(session, tokens, costs), free_s, 0)
+        free_s += prefill_s(costs, hits * costs.block_tokens, tokens) / speed
         done_s = free_s + hits * costs.load_s
         ttft_s.append(done_s - arrival_s)
         if turn + 1 < len(session.tokens):
-            heapq.heappush(turns, (done_s + float(session.gaps_s[turn]), i, turn + 1))
-    return ttft_s
+            heapq.heappush(arriving, (done_s + float(session.gaps_s[turn]), i, turn + 1))
+    return ttft_s + [math.inf for _, arrival_s, _, _ in waiting if arrival_s < seconds]
+
+
+def _chain(session: Session, tokens: int, costs: Costs) -> NDArray[np.int64]:
+    return session.blocks[: tokens // costs.block_tokens]

@@ -13,13 +13,15 @@ all; tiny ones share steps. a / b is read off the engine's fitted step times
 
 The turn goes to the prompt with the least
 
-    arrival + b m
+    due = arrival + MAX_STRETCH b m
 
-so a short prompt passes a long one, but only if it arrived within the time that the long one takes
-itself: no prompt waits for those that arrive later than that, however many they are. The prompts of
-one request are one piece of work: each one's arrival is the due time of the one before it.
-Otherwise a request of a thousand prompts would be ahead of everything that arrives in the seconds
-that they take.
+so a short prompt, or a conversation's next turn, most of which is cached, passes long ones, but
+only those that came within `MAX_STRETCH` times their own work before it: no prompt waits for those
+that arrive later than that, however many they are. The shortest first has the least mean wait
+(Schrage, "A proof of the optimality of the shortest remaining processing time discipline", 1968).
+The prompts of one request are one piece of work: each one's arrival is the due time of the one
+before it. Otherwise a request of a thousand prompts would be ahead of everything that arrives in
+the seconds that they take.
 
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
@@ -48,6 +50,9 @@ from dataclasses import dataclass, field
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.step_time import pairs_of
 
+MAX_STRETCH = 100.0
+"""How many times its own work a prompt lets later ones pass it (docs/benchmarks.md has what other
+values give)."""
 MAX_TURNS, MIN_TURN_S = 3.0, 0.05
 """Limit of a turn: a multiple of the prompt's predicted seconds alone, and at least so many
 seconds. Steps beside decoding requests take up to twice as long as alone
@@ -68,7 +73,7 @@ class _Turn:
 
     tokens: int
     due_s: float
-    """Arrival plus the prompt's own work. The turn with the least is next."""
+    """Arrival plus a multiple of the prompt's own work. The turn with the least is next."""
     begins: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -111,7 +116,7 @@ class PrefillAdmission:
         """
         job = job or RequestPrompts()
         arrival_s = max(asyncio.get_running_loop().time(), job.due_s)
-        job.due_s = arrival_s + self._step_time.added_s(tokens, 0)
+        job.due_s = arrival_s + MAX_STRETCH * self._step_time.added_s(tokens, 0)
         turn = _Turn(tokens, job.due_s)
         insort(self._waiting, turn, key=lambda waiting: waiting.due_s)
         self._admit()

@@ -27,6 +27,7 @@ from headrace.gateway.admission.slo_classes import (
     SloClasses,
 )
 from headrace.router.placement.cluster_view import ClusterView
+from headrace_engine.prefill_admission import MAX_STRETCH
 from headrace_engine.step_time import StepTime
 
 QUICK = SloClass("quick", ttft_target_s=2.0)
@@ -180,6 +181,75 @@ def test_engines_that_take_longer_than_predicted_get_less_and_are_promised_less(
     place = capacity()
     sent(core.arrive("a", QUICK, 1, 0.0, place))
     assert place.waits_s[0] >= 0.5 * 5, "the engine is taken for so much longer"
+
+
+# ---- who is due first -----------------------------------------------------------------------
+
+
+def priced() -> AdmissionController:
+    core = AdmissionController(one_tenant=True)
+    core.set_engines(priced=True, engines=100)
+    return core
+
+
+def waits(core: AdmissionController, slo: SloClass, at_s: float, prefill_s: float) -> Ticket:
+    ticket = sent(core.arrive("a", slo, 1000, at_s, CLOSED))
+    core.set_prefill(ticket, prefill_s)
+    return ticket
+
+
+def test_without_a_target_a_short_prompt_passes_a_long_one() -> None:
+    core = priced()
+    long, short = waits(core, DEFAULT, 0.0, 1.0), waits(core, DEFAULT, 50.0, 0.05)
+    assert [core.next(51.0, capacity()) for _ in range(2)] == [short, long]
+
+
+def test_a_long_prompt_is_passed_by_those_that_come_within_a_multiple_of_its_own_time() -> None:
+    core = priced()
+    long = waits(core, DEFAULT, 0.0, 0.1)
+    before = waits(core, DEFAULT, MAX_STRETCH * 0.1 - 0.2, 0.001)
+    after = waits(core, DEFAULT, MAX_STRETCH * 0.1, 0.001)
+    assert [core.next(11.0, capacity()) for _ in range(3)] == [before, long, after]
+
+
+def test_no_prompt_is_due_later_than_it_must_be_sent() -> None:
+    core = priced()
+    long = waits(core, DEFAULT, 0.0, 60.0)
+    assert long.due_s == long.latest_s == DEFAULT.max_wait_s - 60.0
+    assert long.expires_s > long.latest_s
+
+
+def test_with_a_target_the_one_that_must_be_sent_first_goes_first() -> None:
+    core = priced()
+    short, long = waits(core, QUICK, 0.0, 0.1), waits(core, QUICK, 0.1, 1.0)
+    assert [core.next(0.2, capacity()) for _ in range(2)] == [long, short]
+
+
+def test_a_prompt_whose_time_becomes_known_expires_accordingly() -> None:
+    core = priced()
+    ticket = sent(core.arrive("a", QUICK, 1000, 0.0, CLOSED))
+    at_first_s = ticket.expires_s
+    core.set_prefill(ticket, 1.5)
+    assert ticket.expires_s == pytest.approx(0.5 + 0.1 * QUICK.patience_s)
+    assert core.pop_expired(ticket.expires_s - 0.01) is None
+    core.set_prefill(ticket, 0.0)
+    assert core.pop_expired(at_first_s - 0.01) is None and core.pop_expired(2.3) is ticket
+
+
+def test_nobody_is_refused_for_a_prompt_that_is_late_anyway() -> None:
+    core = priced()
+    hopeless = waits(core, QUICK, 0.0, 5.0)
+    assert hopeless.latest_s == 0.0
+    assert isinstance(core.arrive("a", QUICK, 1000, 0.01, CLOSED), Ticket)
+
+
+def test_what_a_sent_prompt_takes_is_not_set_any_more() -> None:
+    core = priced()
+    ticket = waits(core, DEFAULT, 0.0, 1.0)
+    assert core.next(0.1, capacity()) is ticket
+    before = ticket.cost
+    core.set_prefill(ticket, 9.0)
+    assert ticket.cost == before and not len(core)
 
 
 # ---- background -----------------------------------------------------------------------------

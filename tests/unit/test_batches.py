@@ -206,9 +206,9 @@ async def test_with_admission_lines_have_a_class_that_waits_for_all_others(tmp_p
         assert model.queue is not None
         enter = model.queue.enter
 
-        async def recorded(tenant: str | None, slo: SloClass, body_bytes: int) -> Any:
+        async def recorded(tenant: str | None, slo: SloClass, *more: Any) -> Any:
             entered.append((slo.name, slo.background))
-            return await enter(tenant, slo, body_bytes)
+            return await enter(tenant, slo, *more)
 
         model.queue.enter = recorded  # type: ignore[method-assign]
         done = await until_ended(client, (await start_batch(client, lines_of(["a"]))).id)

@@ -213,9 +213,9 @@ async def test_with_admission_a_background_response_has_a_class_of_its_own(
         assert queue is not None
         enter = queue.enter
 
-        async def recorded(tenant: str | None, slo: SloClass, body_bytes: int) -> Any:
+        async def recorded(tenant: str | None, slo: SloClass, *more: Any) -> Any:
             entered.append((slo.name, slo.background))
-            return await enter(tenant, slo, body_bytes)
+            return await enter(tenant, slo, *more)
 
         monkeypatch.setattr(queue, "enter", recorded)
         made = await client.responses.create(model=MODEL, input="One", background=True)

@@ -19,6 +19,7 @@ from headrace.gateway.admission.admission_queue import AdmissionQueue
 from headrace.gateway.admission.fair_queue import QueuedRequest
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.router.plan_codec import decode
+from headrace_decode.http.internal_port import KEYS_TARGET
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
@@ -339,6 +340,54 @@ async def test_engines_that_are_busy_for_long_make_requests_wait_and_then_be_ref
             got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "hurried"})
         assert (got.status, int(got.headers["retry-after"]) >= 1) == (429, True)
         assert (await queue_stats(bench))["open"] is False
+
+
+class LongAndShort(App):
+    """Replicas that name a prompt of many tokens for a body with "long", else a short one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    async def handle(self, replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        if request.path not in (KEYS_TARGET, CHAT):
+            return await super().handle(replica, request)
+        body = json.loads(request[BODY])
+        if request.path == KEYS_TARGET:
+            is_long = "long" in body["body"]["messages"][0]["content"]
+            return web.json_response({"keys": "", "prompt_tokens": 20_000 if is_long else 100})
+        self.order.append(body["messages"][0]["content"])
+        return await super().handle(replica, request)
+
+
+async def test_a_short_prompt_passes_a_long_one_that_waits_and_each_is_read_once() -> None:
+    app = LongAndShort()
+    async with gateway_over(
+        *[app.handle] * app.count, make_placer=app.make, admission=options()
+    ) as bench:
+        await bench.client.get("/v1/models")
+        assert app.placer is not None
+        cluster = app.placer.cluster
+        for name in app.names():
+            busy = report(name, seq=5, prompts=9, queued_tokens=200_000, queued_pairs=10**9)
+            cluster.report(busy, app.placer.clock())
+        await asyncio.sleep(0.06)
+
+        async def ask(text: str) -> None:
+            body = {**PROMPT, "messages": [{"role": "user", "content": text}]}
+            assert (await bench.client.post(CHAT, json=body)).status == 200
+
+        async with asyncio.TaskGroup() as group:
+            for number, text in enumerate(("1 long", "2 brief")):
+                group.create_task(ask(text))
+                await waiting(bench, number + 1)
+            members = bench.cluster.members
+            await soon(lambda: sum(len(asked(each, KEYS_TARGET)) for each in members) == 2)
+            await asyncio.sleep(0.05)
+            for name in app.names():
+                cluster.report(report(name, seq=6), app.placer.clock())
+        assert app.order == ["2 brief", "1 long"]
+        assert sum(len(asked(each, KEYS_TARGET)) for each in members) == 2
 
 
 async def test_what_other_gateways_sent_is_charged_as_far_as_it_is_new() -> None:

@@ -43,12 +43,10 @@ async def test_tiny_prompts_share_steps_as_far_as_it_pays() -> None:
     assert max(await order(fitted(0.05, 0.002), [10] * 4)) == 3
 
 
-async def finished(
-    prompts: dict[str, int], apart_s: float = 0.0, base_s: float = 0.05
-) -> list[str]:
+async def finished(prompts: dict[str, int], apart_s: float = 0.0) -> list[str]:
     """Names of prompts in the order in which they were done; they come `apart_s` seconds apart, and
     each keeps the engine for 10 ms."""
-    gate, done = fitted(base_s, 0.002), list[str]()
+    gate, done = fitted(0.05, 0.002), list[str]()
 
     async def one(name: str, tokens: int) -> None:
         async with gate.turn(tokens):
@@ -72,11 +70,36 @@ async def test_prompts_of_one_length_keep_their_order() -> None:
     assert await finished(dict.fromkeys(names, 600), apart_s=0.001) == names
 
 
-async def test_a_long_prompt_waits_for_none_that_comes_later_than_its_own_work_takes() -> None:
-    """It takes 20 ms; the short ones come every 5 ms."""
-    prompts = {"first": 600, "long": 10, **{f"short {n}": 9 for n in range(20)}}
-    done = await finished(prompts, apart_s=0.005, base_s=0.0001)
-    assert done.index("long") <= 3
+async def behind_another(
+    prompts: dict[str, int], then: dict[str, int], apart_s: float
+) -> list[str]:
+    """Names of prompts in the order of their turns. They come while another one is computed, some
+    of them `apart_s` seconds later. A prompt of n tokens takes 0.2 n ms."""
+    gate, done = fitted(0.005, 0.0002), list[str]()
+
+    async def one(name: str, tokens: int) -> None:
+        async with gate.turn(tokens):
+            done.append(name)
+
+    async with asyncio.TaskGroup() as group, gate.turn(6000):
+        for name, tokens in prompts.items():
+            group.create_task(one(name, tokens))
+        await asyncio.sleep(apart_s)
+        for name, tokens in then.items():
+            group.create_task(one(name, tokens))
+        await asyncio.sleep(0)
+    return done
+
+
+async def test_a_long_prompt_waits_for_none_that_comes_later_than_many_times_its_own_work() -> None:
+    """It is due 1.2 s after its arrival, and the short ones 0.6 s after theirs."""
+    done = await behind_another({"long": 60, "soon after": 30}, {"much later": 30}, apart_s=0.8)
+    assert done == ["soon after", "long", "much later"]
+
+
+async def test_a_turn_of_a_conversation_passes_prompts_that_came_before() -> None:
+    long = {f"long {n}": 10_000 for n in range(5)}
+    assert await behind_another(long, {"next turn": 100}, apart_s=0.5) == ["next turn", *long]
 
 
 async def test_the_many_prompts_of_a_request_are_not_all_ahead_of_what_comes_meanwhile() -> None:

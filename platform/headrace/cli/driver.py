@@ -87,7 +87,7 @@ def _delete(orders: TextIO, emit: Emit) -> None:
     from ray import serve
 
     serve.delete(order["app"], _blocking=False)  # Serve itself would wait for 60 s at most
-    if word == DELETE:  # else nobody reads it
+    if word == DELETE:  # else the pipe is closed
         emit({"deleting": order["app"]})
     deadline = time.monotonic() + order["wait_s"]
     while order["app"] in _applications():

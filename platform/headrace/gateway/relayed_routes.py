@@ -182,7 +182,9 @@ class RelayedRoutes:
     ) -> None:
         """Relay a call when the admission queue sends it."""
         began = perf_counter()
-        ticket = await queue.enter(call.tenant, slo, len(call.body))
+        ticket = await queue.enter(
+            *(call.tenant, slo, len(call.body)), partial(model.fetcher.prefill_s, call)
+        )
         sent = perf_counter()
         call.waited_s += sent - began
         call.targets = partial(queue.targets, ticket)

@@ -281,6 +281,22 @@ class Cluster:
         Raises:
             NoDecodeReplicaError: no decode replica may be asked.
         """
+        plan = self._choose(prompt, now_s, targets, may_explore=now_s >= self._explore_at_s)
+        self._book(plan, prompt, now_s)
+        return plan
+
+    def prefill_s(self, prompt: Prompt, now_s: float) -> float:
+        """Return the seconds that a prompt takes an engine where it would be placed now.
+
+        Raises:
+            NoDecodeReplicaError: no decode replica may be asked.
+        """
+        plan = self._choose(prompt, now_s, NO_TARGETS, may_explore=False)
+        return plan.predicted.get(f"{plan.kind}.compute", 0.0)
+
+    def _choose(
+        self, prompt: Prompt, now_s: float, targets: LatencyTargets, *, may_explore: bool
+    ) -> Plan:
         if not self.healthy_decodes():
             raise NoDecodeReplicaError("no decode replica may be asked")
         view = self._known_view
@@ -299,14 +315,11 @@ class Cluster:
             itl_target_s=targets.itl_s,
             ttft_target_s=targets.ttft_s,
             adapter_s=self._adapter_s(view, prompt.adapter) if prompt.adapter else None,
-            may_explore=now_s >= self._explore_at_s,
+            may_explore=may_explore,
         )
         if len(self._kinds) < 2:
-            plan = place(view, request, self._policy)
-        else:
-            plan = self._place_by_kind(view, request)
-        self._book(plan, prompt, now_s)
-        return plan
+            return place(view, request, self._policy)
+        return self._place_by_kind(view, request)
 
     def withdraw(self, plan: Plan, now_s: float) -> None:
         """Remove a plan that will not be carried out."""

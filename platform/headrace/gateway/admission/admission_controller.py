@@ -9,6 +9,14 @@ at once:
 - Otherwise the request is refused. `Refusal.retry_after_s` is the time after which the same
   prediction would admit it.
 
+Of a tenant's requests of one priority, the one that is due first is sent first:
+
+    due = latest                                                if its class has a TTFT target
+    due = min(latest, arrival + MAX_STRETCH * prefill time)     otherwise
+
+where `latest` is the time at which it must have been sent. The second rule is the one by which
+prompts wait at an engine (`headrace_engine.prefill_admission`).
+
 The prediction:
 
     wait = wait_safety_factor * work of its tenant's requests before it / rate of its tenant
@@ -48,6 +56,7 @@ from headrace.gateway.admission.fair_queue import MAX_TENANTS, FairQueue, Queued
 from headrace.gateway.admission.queue_rates import QueueRates
 from headrace.gateway.admission.request_costs import UNPRICED, Cost, RequestCosts
 from headrace.gateway.admission.slo_classes import DEFAULT, SloClass
+from headrace_engine.prefill_admission import MAX_STRETCH
 
 LATE = 1.1
 """Factor of the TTFT target: an admitted request that would take longer is given up."""
@@ -69,10 +78,12 @@ class Ticket(QueuedRequest):
         cost: engine time that its tenant is charged.
         body_bytes: size of its body.
         arrived_s: time of arrival.
+        latest_s: time at which it must have been sent to be in time.
         expires_s: time at which it is given up if it still waits.
         sent_s: time at which it was sent; None while it waits.
         is_planned: whether a plan has given the time that its prompt takes.
         predicted_s: wait in the queue that was predicted on arrival.
+        engine_wait_s: wait at the engine that was predicted on arrival.
         queue_s: wait at the engine that was predicted when it was sent.
     """
 
@@ -80,11 +91,13 @@ class Ticket(QueuedRequest):
     cost: Cost = UNPRICED
     body_bytes: int = 0
     arrived_s: float = 0.0
+    latest_s: float = 0.0
     expires_s: float = math.inf
     sent_s: float | None = None
     is_planned: bool = False
     is_waiting: bool = False
     predicted_s: float = 0.0
+    engine_wait_s: float = 0.0
     queue_s: float = 0.0
 
 
@@ -133,7 +146,8 @@ class AdmissionController:
         self.charged_s: OrderedDict[str, float] = OrderedDict()
         """Seconds of engine time that this gateway has charged each tenant since it started."""
         self._max_waiting = max_waiting
-        self._foreground, self._background = FairQueue(), FairQueue()
+        self._foreground: FairQueue[Ticket] = FairQueue()
+        self._background: FairQueue[Ticket] = FairQueue()
         self._expiring: list[tuple[float, int, Ticket]] = []
         self._number = 0
         self._streams: dict[str, tuple[int, float | None]] = {}
@@ -159,19 +173,25 @@ class AdmissionController:
             queue.charge_unqueued(tenant, ticket.cost_s)
             self._send(ticket, now_s, capacity)
             return ticket
-        own_s = self.prefill_safety_factor * cost.prefill_s + min(capacity.wait_s, capacity.lead_s)
-        ticket.latest_s = now_s + max(0.0, slo.patience_s - own_s)
+        ticket.engine_wait_s = min(capacity.wait_s, capacity.lead_s)
+        self._set_times(ticket)
         refused = self._refusal_of(ticket, queue, now_s)
         if refused is not None:
             self.counts.refused += 1
             return refused
-        queue.push(ticket)
-        ticket.is_waiting = True
-        self._number += 1
-        ticket.expires_s = ticket.latest_s + (LATE - 1.0) * slo.patience_s
-        heapq.heappush(self._expiring, (ticket.expires_s, self._number, ticket))
+        self._push(ticket)
         self.rates.set_waiting(now_s, waiting=bool(self._foreground))
         return ticket
+
+    def set_prefill(self, ticket: Ticket, prefill_s: float) -> None:
+        """Set the time that a waiting request's prompt takes, now that its blocks are known."""
+        if not ticket.is_waiting or ticket.cost is UNPRICED:
+            return
+        self._queue_of(ticket).remove(ticket)
+        ticket.cost = ticket.cost._replace(prefill_s=prefill_s)
+        ticket.cost_s = ticket.cost.total_s
+        self._set_times(ticket)
+        self._push(ticket)
 
     def next(self, now_s: float, capacity: Capacity) -> Ticket | None:
         """Return the next request to send; None if no request waits, or there is no room."""
@@ -179,7 +199,6 @@ class AdmissionController:
         ticket = queue.first()
         if ticket is None:
             return None
-        assert isinstance(ticket, Ticket)
         if not self._may_send(ticket.slo, capacity):
             return None
         queue.pop()
@@ -192,9 +211,10 @@ class AdmissionController:
     def pop_expired(self, now_s: float) -> Ticket | None:
         """Remove and return a request that would now be too late; None if there is none."""
         expiring = self._expiring
-        while expiring and (not expiring[0][2].is_waiting or expiring[0][0] <= now_s):
-            ticket = heapq.heappop(expiring)[2]
-            if ticket.is_waiting:
+        while expiring and (not _is_current(expiring[0]) or expiring[0][0] <= now_s):
+            entry = heapq.heappop(expiring)
+            if _is_current(entry):
+                ticket = entry[2]
                 self.counts.expired += 1
                 self._adapt_wait_factor(ticket, now_s)
                 self.cancel(ticket, now_s)
@@ -203,12 +223,9 @@ class AdmissionController:
 
     def cancel(self, ticket: Ticket, now_s: float) -> None:
         """Remove a waiting request from its queue."""
-        (self._background if ticket.slo.background else self._foreground).remove(ticket)
+        self._queue_of(ticket).remove(ticket)
         ticket.is_waiting = False
         self.rates.set_waiting(now_s, waiting=bool(self._foreground))
-        if len(self._expiring) > 64 + 4 * len(self):
-            self._expiring = [each for each in self._expiring if each[2].is_waiting]
-            heapq.heapify(self._expiring)
 
     # Results
 
@@ -293,6 +310,27 @@ class AdmissionController:
 
     # Inside
 
+    def _queue_of(self, ticket: Ticket) -> FairQueue[Ticket]:
+        return self._background if ticket.slo.background else self._foreground
+
+    def _set_times(self, ticket: Ticket) -> None:
+        """Set when a request must have been sent, and when it is due (module docstring)."""
+        slo, prefill_s = ticket.slo, ticket.cost.prefill_s
+        own_s = self.prefill_safety_factor * prefill_s + ticket.engine_wait_s
+        ticket.latest_s = ticket.due_s = ticket.arrived_s + max(0.0, slo.patience_s - own_s)
+        if slo.ttft_target_s is None:
+            ticket.due_s = min(ticket.latest_s, ticket.arrived_s + MAX_STRETCH * prefill_s)
+
+    def _push(self, ticket: Ticket) -> None:
+        self._queue_of(ticket).push(ticket)
+        ticket.is_waiting = True
+        self._number += 1
+        ticket.expires_s = ticket.latest_s + (LATE - 1.0) * ticket.slo.patience_s
+        heapq.heappush(self._expiring, (ticket.expires_s, self._number, ticket))
+        if len(self._expiring) > 64 + 4 * len(self):
+            self._expiring = [each for each in self._expiring if _is_current(each)]
+            heapq.heapify(self._expiring)
+
     def _adapt_wait_factor(self, ticket: Ticket, now_s: float) -> None:
         """Adapt `wait_safety_factor` by comparing a request's wait with the prediction."""
         if ticket.slo.background:
@@ -320,7 +358,7 @@ class AdmissionController:
             self.rates.record_sent(ticket.tenant, ticket.cost_s, now_s)
             self._record_charge(ticket.tenant, ticket.cost_s)
 
-    def _refusal_of(self, ticket: Ticket, queue: FairQueue, now_s: float) -> Refusal | None:
+    def _refusal_of(self, ticket: Ticket, queue: FairQueue[Ticket], now_s: float) -> Refusal | None:
         rate = self.rates.rate
         if len(self) >= self._max_waiting:
             wait_s = queue.cost_s / rate
@@ -342,16 +380,15 @@ class AdmissionController:
         late_s = ahead_s / rate - slack_s
         ahead_s += ticket.cost_s
         for each in own[place:]:
-            late_s = max(late_s, ahead_s / rate - (each.latest_s - now_s))
+            if each.latest_s > each.arrived_s:  # else it alone takes longer than its target
+                late_s = max(late_s, ahead_s / rate - (each.latest_s - now_s))
             ahead_s += each.cost_s
         return Refusal("late", wait_s, _retry(late_s)) if late_s > 0.0 else None
 
     def _correct(self, ticket: Ticket, cost: Cost) -> None:
         more_s = cost.total_s - ticket.cost_s
         ticket.cost, ticket.cost_s = cost, cost.total_s
-        (self._background if ticket.slo.background else self._foreground).charge(
-            ticket.tenant, more_s
-        )
+        self._queue_of(ticket).charge(ticket.tenant, more_s)
         if not ticket.slo.background:
             self._record_charge(ticket.tenant, more_s)
 
@@ -360,6 +397,11 @@ class AdmissionController:
         self.charged_s.move_to_end(tenant)
         if len(self.charged_s) > MAX_TENANTS:
             self.charged_s.popitem(last=False)
+
+
+def _is_current(entry: tuple[float, int, Ticket]) -> bool:
+    """Return whether an entry of the expiring requests is its request's last."""
+    return entry[2].is_waiting and entry[0] == entry[2].expires_s
 
 
 def _adapted(factor: float, maximum: float, *, missed: bool) -> float:

@@ -8,6 +8,9 @@ replica, which is at most `requests_per_replica`. While no replica is known, req
 queue without waiting: the relay waits for a replica, and answers with an error if none becomes
 ready.
 
+While a request waits, the gateway asks for the keys of its prompt's blocks, which its plan needs in
+any case. They tell how much of the prompt is cached, so how long it takes and when it is due.
+
 Several gateways share the replicas. Each sees the others' requests in the replicas' reports, and
 does not use the capacity that they take. About once a second each gateway asks the others how much
 engine time every tenant has had there, and charges it here. A tenant therefore has one share,
@@ -39,6 +42,8 @@ logger = logging.getLogger("headrace.gateway")
 
 REFRESH_INTERVAL_S, POLL_INTERVAL_S = 0.05, 0.02
 PEER_POLL_INTERVAL_S = 1.0
+MAX_QUESTIONS = 8
+"""Maximum number of waiting requests whose blocks' keys are asked for at a time."""
 REPORT_S = 0.05
 """Maximum time that a report is assumed to be under way."""
 UNREPORTED_S = 2.0
@@ -88,6 +93,7 @@ class AdmissionQueue:
         self._capacity, self._refreshed_s = Capacity(), -math.inf
         self._refresh_is_scheduled = False
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._questions = asyncio.Semaphore(MAX_QUESTIONS)
         self._unplanned: deque[Ticket] = deque()
         self._prompt_tokens = _PROMPT_TOKENS
         self._timer: asyncio.TimerHandle | None = None
@@ -108,11 +114,19 @@ class AdmissionQueue:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def enter(self, tenant: str | None, slo: SloClass, body_bytes: int) -> Ticket:
+    async def enter(
+        self,
+        tenant: str | None,
+        slo: SloClass,
+        body_bytes: int,
+        prefill_s: Callable[[], Awaitable[float | None]] | None = None,
+    ) -> Ticket:
         """Wait until a request may be sent; `on_end` must follow.
 
         Args:
             tenant: the request's tenant; None if no keys are configured.
+            prefill_s: returns the seconds that its prompt takes where it is cheapest, None if this
+                is unknown; called if the request waits.
 
         Raises:
             ApiError: 429, the request would be late, it waited too long, or the queue is full.
@@ -129,6 +143,9 @@ class AdmissionQueue:
             raise _refusal_error(slo, ticket)
         if ticket.is_waiting:
             waiter = self._waiters[ticket] = asyncio.get_running_loop().create_future()
+            asking = (
+                None if prefill_s is None else asyncio.create_task(self._ask(ticket, prefill_s))
+            )
             self._dispatch()
             try:
                 await waiter
@@ -140,6 +157,8 @@ class AdmissionQueue:
                 raise
             finally:
                 del self._waiters[ticket]
+                if asking is not None:
+                    asking.cancel()
             self._on_waited(slo.name, self._clock() - now_s)
         self._unplanned.append(ticket)
         return ticket
@@ -202,6 +221,12 @@ class AdmissionQueue:
         }
 
     # Inside
+
+    async def _ask(self, ticket: Ticket, prefill_s: Callable[[], Awaitable[float | None]]) -> None:
+        async with self._questions:
+            seconds = await prefill_s()
+        if seconds is not None:
+            self.controller.set_prefill(ticket, seconds)
 
     def _schedule_refresh(self) -> None:
         if not self._refresh_is_scheduled:

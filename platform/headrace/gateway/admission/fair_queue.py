@@ -12,8 +12,8 @@ paper's theorem 1) plus the error of the predictions. The error is corrected (`c
 it is known. No counter is ever more than `MAX_AHEAD_S` ahead of the virtual time, so no debt lasts
 longer either.
 
-A tenant's own requests are ordered by priority (highest first), then by the time at which they must
-have been sent, then by arrival.
+A tenant's own requests are ordered by priority (highest first), then by the time at which they are
+due, then by arrival.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 MAX_AHEAD_S = 60.0
 """Maximum lead of a tenant's counter over the virtual time, in seconds."""
@@ -40,35 +41,38 @@ class QueuedRequest:
         tenant: the request's tenant.
         cost_s: predicted seconds of engine time, above 0.
         priority: rank among the tenant's requests; higher goes first.
-        latest_s: time at which it must have been sent.
+        due_s: time at which it should have been sent.
         order: sort key among the tenant's requests; `push` sets it.
     """
 
     tenant: str
     cost_s: float
     priority: int = 0
-    latest_s: float = 0.0
+    due_s: float = 0.0
     order: Order = (0, 0.0, 0)
 
 
+Request = TypeVar("Request", bound=QueuedRequest)
+
+
 @dataclass(slots=True, eq=False)
-class _Tenant:
+class _Tenant(Generic[Request]):
     """A tenant with waiting requests."""
 
     start_s: float
-    queue: list[QueuedRequest] = field(default_factory=list)
+    queue: list[Request] = field(default_factory=list)
 
 
 def _order(waiting: QueuedRequest) -> Order:
     return waiting.order
 
 
-class FairQueue:
+class FairQueue(Generic[Request]):
     """The requests that wait. Not thread-safe."""
 
     def __init__(self) -> None:
         self._virtual_s = 0.0
-        self._backlog: dict[str, _Tenant] = {}
+        self._backlog: dict[str, _Tenant[Request]] = {}
         self._ends: OrderedDict[str, float] = OrderedDict()
         """Counters of tenants without a waiting request that are ahead of the virtual time."""
         self._heap: list[tuple[float, int, str]] = []
@@ -85,24 +89,24 @@ class FairQueue:
         """Number of tenants with waiting requests."""
         return len(self._backlog)
 
-    def __iter__(self) -> Iterator[QueuedRequest]:
+    def __iter__(self) -> Iterator[Request]:
         for tenant in self._backlog.values():
             yield from tenant.queue
 
-    def requests_of(self, tenant: str) -> list[QueuedRequest]:
+    def requests_of(self, tenant: str) -> list[Request]:
         """Return a tenant's waiting requests in order. The caller must not change the list."""
         found = self._backlog.get(tenant)
         return [] if found is None else found.queue
 
-    def position_of(self, waiting: QueuedRequest) -> int:
+    def position_of(self, waiting: Request) -> int:
         """Return the index that a new request would have among its tenant's requests."""
-        key = (-waiting.priority, waiting.latest_s, self._number + 1)
+        key = (-waiting.priority, waiting.due_s, self._number + 1)
         return bisect_left(self.requests_of(waiting.tenant), key, key=_order)
 
-    def push(self, waiting: QueuedRequest) -> None:
+    def push(self, waiting: Request) -> None:
         """Add a request."""
         self._number += 1
-        waiting.order = (-waiting.priority, waiting.latest_s, self._number)
+        waiting.order = (-waiting.priority, waiting.due_s, self._number)
         tenant = self._backlog.get(waiting.tenant)
         if tenant is None:
             start_s = self._counter(waiting.tenant)
@@ -112,7 +116,7 @@ class FairQueue:
         self.cost_s += waiting.cost_s
         self._size += 1
 
-    def first(self) -> QueuedRequest | None:
+    def first(self) -> Request | None:
         """Return the next request without removing it; None if no request waits."""
         heap = self._heap
         while heap:
@@ -123,7 +127,7 @@ class FairQueue:
             heapq.heappop(heap)  # entry of an earlier counter
         return None
 
-    def pop(self) -> QueuedRequest:
+    def pop(self) -> Request:
         """Remove and return the next request, and charge its tenant.
 
         Raises:
@@ -138,7 +142,7 @@ class FairQueue:
         self._remove_at(tenant, waiting, 0)
         return waiting
 
-    def remove(self, waiting: QueuedRequest) -> None:
+    def remove(self, waiting: Request) -> None:
         """Remove a request that was not sent, without a charge.
 
         Raises:
@@ -182,7 +186,7 @@ class FairQueue:
         if len(ends) > MAX_TENANTS:
             ends.popitem(last=False)
 
-    def _remove_at(self, tenant: _Tenant, waiting: QueuedRequest, at: int) -> None:
+    def _remove_at(self, tenant: _Tenant[Request], waiting: Request, at: int) -> None:
         name = waiting.tenant
         del tenant.queue[at]
         self._size -= 1

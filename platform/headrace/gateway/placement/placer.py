@@ -5,8 +5,8 @@ of the prompt's blocks. It asks the replica that load and the prompt's first cha
 since that replica will most likely answer the request, too. The plan goes to the replica that it
 names, in a header.
 
-With fewer than two healthy decode replicas that have reported, there is no choice, and the gateway
-asks for no keys. If a prompt's keys are unknown or late, the request is placed by load and the
+With fewer than two healthy decode replicas that have reported, there is no choice, and the pool
+chooses. If a prompt's keys are unknown or late, the request is placed by load and the
 prompt's first characters (`replica_selection`). The time limit follows the size of the body.
 """
 
@@ -125,23 +125,26 @@ class Placer:
                 await self._task
         self._subscriber.close()
 
-    async def place(
+    @property
+    def has_choice(self) -> bool:
+        """Whether plans can be made: there are decode replicas to choose from."""
+        return self.cluster.healthy_decodes() >= 2
+
+    async def read_prompt(
         self,
         target: str,
         body: bytes,
         headers: Callable[[ReplicaInfo], Headers],
         affinity: bytes,
-        targets: Callable[[], LatencyTargets] = lambda: NO_TARGETS,
-    ) -> Placement | None:
-        """Return the plan for a request; None if the pool should choose.
+    ) -> Prompt | None:
+        """Return a request's prompt, as placing needs it; None if it is unknown.
 
         Args:
             target, body: path and body of the request.
             headers: returns the headers that identify the gateway and the tenant to a replica.
             affinity: see `replica_selection`.
-            targets: returns the targets of the request's class.
         """
-        if target not in PLACED or self.cluster.healthy_decodes() < 2:
+        if target not in PLACED or not self.cluster.healthy_decodes():
             return None
         replica = self._pool.suggest(affinity)
         if replica is None:
@@ -158,12 +161,23 @@ class Placer:
             return None
         if prompt is None:
             self.cluster.counts["no_keys"] += 1
-            return None
+        return prompt
+
+    def place(self, prompt: Prompt, targets: LatencyTargets = NO_TARGETS) -> Placement | None:
+        """Return the plan for a request; None if no decode replica may be asked."""
         try:
-            plan = self.cluster.plan(prompt, self.clock(), targets())
+            plan = self.cluster.plan(prompt, self.clock(), targets)
         except NoDecodeReplicaError:
             return None
         return Placement(plan, [(PLAN_HEADER, encode(plan))])
+
+    def prefill_s(self, prompt: Prompt) -> float | None:
+        """Return the seconds that a prompt takes an engine where it would be placed now; None if no
+        decode replica may be asked."""
+        try:
+            return self.cluster.prefill_s(prompt, self.clock())
+        except NoDecodeReplicaError:
+            return None
 
     def withdraw(self, placed: Placement) -> None:
         """Withdraw a plan, because the replica that it names did not take the request."""

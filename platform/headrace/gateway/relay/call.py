@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.relay.request_history import FinishedRequest
 from headrace.gateway.replica_pool import Lease
 from headrace.gateway.upstream import Reply
-from headrace.router.cluster import NO_TARGETS, LatencyTargets
+from headrace.router.cluster import NO_TARGETS, LatencyTargets, Prompt
 from headrace.router.plan import Plan
 from headrace_decode.http.public_routes import Route
 from headrace_decode.resume.emitted import HEADER
@@ -70,6 +71,7 @@ class Call:
         techniques: its choice of lossy techniques; None on routes without a prompt.
         write_nowait: writes to the client; see `asgi.Write`.
         on_first: called when the first bytes of a stream's body have been sent.
+        prompt: the question for its prompt, once it was asked; see `Placer.read_prompt`.
         targets: returns the targets of the request's class, for its plan.
         on_plan: called with each plan that is made for the request.
         tokens: number of tokens in the answer so far; None if unknown.
@@ -116,6 +118,7 @@ class Call:
     recorder: AnswerRecorder | None = None
     own_id_bytes: int = 0
     max_retention_s: int = 0
+    prompt: asyncio.Future[Prompt | None] | None = None
 
     def replace_body(self, body: bytes) -> None:
         """Put another body in the place of the client's, within its budget.

@@ -39,6 +39,7 @@ from headrace.gateway.relay.replica_monitor import MonitoredRequest, ReplicaMoni
 from headrace.gateway.replica_pool import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 from headrace.replica_health import PROBE_TIMEOUT_S, Probe
+from headrace.router.cluster import Prompt
 from headrace_decode.http.engine_health import HUNG
 from headrace_decode.resume.emitted import HEADER
 
@@ -136,23 +137,38 @@ class RetryingFetcher:
                 self._withdraw(placement)
                 raise
 
+    async def prefill_s(self, call: Call) -> float | None:
+        """Return the seconds that a call's prompt takes where it is cheapest; None if unknown."""
+        if self._placer is None or call.route is None or call.method != "POST":
+            return None
+        prompt = await self._read_prompt(self._placer, call, call.route.path)
+        return None if prompt is None else self._placer.prefill_s(prompt)
+
+    async def _read_prompt(self, placer: Placer, call: Call, target: str) -> Prompt | None:
+        """Return a call's prompt, which is asked for once; None if it is unknown."""
+        if call.prompt is None:
+            call.prompt = asyncio.ensure_future(
+                placer.read_prompt(
+                    *(target, call.body),
+                    lambda replica: identity_headers(replica, call.tenant),
+                    call.affinity,
+                )
+            )
+        return await asyncio.shield(call.prompt)
+
     async def _place(self, call: Call) -> Placement | None:
         """Return the plan for a call; None if the pool should choose."""
-        if self._placer is None or call.route is None or call.method != "POST":
+        placer = self._placer
+        if placer is None or call.route is None or call.method != "POST" or not placer.has_choice:
             return None
         if sum(len(name) + len(value) for name, value in call.headers) > MAX_PLANNED_HEAD_BYTES:
             return None  # with the plan, the head might be too long for the replica
         began = perf_counter()
         try:
-            placement = await self._placer.place(
-                call.route.path,
-                call.body,
-                lambda replica: identity_headers(replica, call.tenant),
-                call.affinity,
-                call.targets,
-            )
+            prompt = await self._read_prompt(placer, call, call.route.path)
         finally:
             call.waited_s += perf_counter() - began
+        placement = None if prompt is None else placer.place(prompt, call.targets())
         if placement is not None:
             call.on_plan(placement.plan)
         return placement
