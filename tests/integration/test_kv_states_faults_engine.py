@@ -31,12 +31,14 @@ STATES = StateHits((0,))
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
+    "block_size": BLOCK,
     "max_model_len": 2048,
     "max_num_batched_tokens": STEP_TOKENS,
     "prefix_cache_retention_interval": STEP_TOKENS,
     "prefix_caching_hash_algo": "sha256_cbor",
 }
-"""vLLM keeps a state after each step, not only after a prompt's last full block."""
+"""vLLM keeps a state after each step, not only after a prompt's last full block. Without a size,
+its blocks have 256 tokens on CPUs with AMX, and 128 on others."""
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -145,7 +147,9 @@ def test_prompts_that_part_are_loaded_up_to_a_state_before(
 ) -> None:
     parts = (BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 4, 3 * BLOCK, 4 * BLOCK + 1)
     others = [LONG[:part] + prompt(90, part) for part in parts]
-    answers = loaded(engine, *others)
+    # One at a time: KV that another of them left in the engine's own cache was computed in another
+    # step, which rounds it otherwise on CPUs without AMX.
+    answers = [loaded(engine, other)[0] for other in others]
     assert [answer.cached for answer in answers] == [0, *[2 * BLOCK] * 3, 4 * BLOCK]
     assert_same(answers, truths_of(plain, *others))
 
