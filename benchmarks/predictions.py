@@ -88,6 +88,7 @@ def measure(url: str, model: str, requests: int) -> dict[str, dict[str, float]]:
     found = {}
     for clients in (1, 4):
         texts = [prompt(rng, shared) for _ in range(TEACHING + requests)]
+        print(f"{len(texts)} requests of {clients} at a time", flush=True)
         with ThreadPoolExecutor(clients) as pool:
             plans = list(pool.map(lambda text: plan_of(url, model, text), texts))
         counted = [plan for plan in plans[TEACHING:] if plan.get("measured")]

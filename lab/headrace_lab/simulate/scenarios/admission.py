@@ -7,8 +7,9 @@ out two terms of the capacity: requests that no report shows yet (`sent`), and
 `prefill_safety_factor`.
 
 A new request is sent, waits or is refused, as at a gateway. A waiting request is placed at its
-turn. A real gateway knows only the number of bytes of a prompt; here the bytes are the tokens. The
-gateway learns from the plans how many of them are cached. Several gateways get the requests in
+turn. A gateway knows only the number of bytes of a prompt that arrives; here the bytes are the
+tokens. It learns from the plans how many of them are cached; that it asks for the keys of prompts
+that wait is left out. Several gateways get the requests in
 turn, share the engines, and tell each other once a second how much each tenant has used.
 
 The gateways' queues run on the simulation's clock. A request that is placed again after a failure
