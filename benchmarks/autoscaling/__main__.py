@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks.autoscaling.day import SHAPES, WARM_S, Day, day_of
 from benchmarks.autoscaling.scalers import Ours, QueueLength, Static
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.decide import ReplicaCosts
+from headrace.autoscaling.replica_counts import ReplicaCosts
 from headrace_lab.simulate.hardware import Hardware
 from headrace_lab.simulate.outcome import GoodputTargets
 from headrace_lab.simulate.run import SimulationSettings

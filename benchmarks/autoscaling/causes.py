@@ -1,9 +1,10 @@
 """Where a day's GPU-seconds go: ``python -m benchmarks.autoscaling.causes --table FILE [--json
 FILE]``.
 
-The policy's own decisions (`headrace.autoscaling.decide`) are played minute by minute on a day's
-counts, but no requests are: how many are late follows from the minute's rate and the replicas that
-serve, by the table that `benchmarks.autoscaling.bound --table` measures. So a day takes seconds.
+The policy's own decisions (`headrace.autoscaling.replica_counts`) are played minute by minute on a
+day's counts, but no requests are: how many are late follows from the minute's rate and the replicas
+that serve, by the table that `benchmarks.autoscaling.bound --table` measures. So a day takes
+seconds.
 Then one cause after the other is taken away by an oracle::
 
     all            as it is
@@ -35,8 +36,8 @@ from benchmarks.autoscaling.day import DAY_S, SHAPES, WARM_S, day_of
 from benchmarks.autoscaling.scalers import Ours
 from headrace.autoscaling import capacity
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.decide import ReplicaCosts, decide
 from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
+from headrace.autoscaling.replica_counts import ReplicaCosts, decide
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import Hardware
 from headrace_lab.simulate.headrace_policy import HeadracePolicy

@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.autoscaling.day import Day
 from benchmarks.autoscaling.traffic_means import TrafficMeans
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.decide import ReplicaCosts, ReplicaCounts, decide
 from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
+from headrace.autoscaling.replica_counts import ReplicaCosts, ReplicaCounts, decide
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import Hardware, prefill_s
 from headrace_lab.simulate.scenarios.autoscaled_fleet import FleetObservation, RoleObservation

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.autoscaling.traffic_means import KEPT, LEAST, TrafficMeans
 from headrace.autoscaling.capacity import ReplicaBounds, Slo, expected_in_time, find_need, in_time
-from headrace.autoscaling.decide import ReplicaCosts, ReplicaCounts, decide
 from headrace.autoscaling.forecast import RateForecast
 from headrace.autoscaling.load_average import decayed_average
+from headrace.autoscaling.replica_counts import ReplicaCosts, ReplicaCounts, decide
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import default_steps
 

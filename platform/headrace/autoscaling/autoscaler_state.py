@@ -21,9 +21,9 @@ from statistics import median_low
 from typing import NamedTuple
 
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.decide import ReplicaCosts, ReplicaCounts, decide
 from headrace.autoscaling.forecast import BIN_S, RateForecaster
 from headrace.autoscaling.load_average import decayed_average
+from headrace.autoscaling.replica_counts import ReplicaCosts, ReplicaCounts, decide
 from headrace.autoscaling.replica_metrics import AGE_S, REQUESTS, decode_metrics
 from headrace.disaggregation import TrafficLoad, load_of
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace.config.section import Section
 
-POLICY = "headrace.autoscaling.policy:AutoscalingPolicy"
+POLICY = "headrace.autoscaling.serve_policy:AutoscalingPolicy"
 TARGET_ONGOING_REQUESTS = {"prefill": 2.0, "decode": 16.0}
 """Requests of a replica for Serve's own policy, until enough has been measured for ours."""
 

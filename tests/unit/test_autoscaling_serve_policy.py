@@ -19,8 +19,8 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from headrace.autoscaling import autoscaler_state
 from headrace.autoscaling.autoscaler_state import AutoscalerState, RoleStatus
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.decide import ReplicaCosts
 from headrace.autoscaling.forecast import BIN_S
+from headrace.autoscaling.replica_counts import ReplicaCosts
 from headrace.autoscaling.replica_metrics import AGE_S, REQUESTS, decode_metrics, encode_metrics
 from headrace.config import ConfigError, load_config, to_app_args
 from headrace.replica.planner import ReplicaPlanner

@@ -3,7 +3,7 @@
 It is named in a deployment's `autoscaling_config`::
 
     policy:
-      policy_function: headrace.autoscaling.policy:AutoscalingPolicy
+      policy_function: headrace.autoscaling.serve_policy:AutoscalingPolicy
       policy_kwargs: {role: decode, prefill: [1, 4], decode: [1, 8], ttft_s: 2.0, ...}
 
 Both roles name it with the same arguments except `role`. While too little is known, and whenever
@@ -22,7 +22,7 @@ from ray.serve.config import AutoscalingContext
 
 from headrace.autoscaling import autoscaler_state
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.decide import ReplicaCosts
+from headrace.autoscaling.replica_counts import ReplicaCosts
 
 logger = logging.getLogger("ray.serve")
 
