@@ -71,7 +71,8 @@ class Call:
         techniques: its choice of lossy techniques; None on routes without a prompt.
         write_nowait: writes to the client; see `asgi.Write`.
         on_first: called when the first bytes of a stream's body have been sent.
-        prompt: the question for its prompt, once it was asked; see `Placer.read_prompt`.
+        prompt: the question for its prompt while it is asked, and once it is known; see
+            `Placer.read_prompt`.
         targets: returns the targets of the request's class, for its plan.
         on_plan: called with each plan that is made for the request.
         tokens: number of tokens in the answer so far; None if unknown.

@@ -145,7 +145,7 @@ class RetryingFetcher:
         return None if prompt is None else self._placer.prefill_s(prompt)
 
     async def _read_prompt(self, placer: Placer, call: Call, target: str) -> Prompt | None:
-        """Return a call's prompt, which is asked for once; None if it is unknown."""
+        """Return a call's prompt, which is asked for until it is known; None if it is unknown."""
         if call.prompt is None:
             call.prompt = asyncio.ensure_future(
                 placer.read_prompt(
@@ -154,7 +154,10 @@ class RetryingFetcher:
                     call.affinity,
                 )
             )
-        return await asyncio.shield(call.prompt)
+        prompt = await asyncio.shield(call.prompt)
+        if prompt is None:
+            call.prompt = None
+        return prompt
 
     async def _place(self, call: Call) -> Placement | None:
         """Return the plan for a call; None if the pool should choose."""
