@@ -33,8 +33,9 @@ The Helm chart takes the same fields as values under `config`, and has presets o
 `headrace config init` writes a commented file with the ten fields that people set first.
 `headrace config check -f config.yaml` reports every mistake in a file, with its line. Only values
 that must fit a value that is wrong itself are compared later, when that one is right. `headrace
-config show -f config.yaml` prints the resulting configuration. `headrace up` checks the
-configuration first: an unknown field or an impossible value stops it before anything starts.
+config show -f config.yaml` prints the resulting configuration, `headrace config diff -f
+config.yaml` what differs from the defaults. `headrace up` checks the configuration first: an
+unknown field or an impossible value stops it before anything starts.
 """
 
 

@@ -1,7 +1,8 @@
-"""`headrace config init`."""
+"""`headrace config init` and `headrace config diff`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,25 @@ def test_an_existing_file_is_replaced_only_with_force(
 def test_a_dash_writes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("init", "-", "--preset", "gpu-node") == 0
     assert capsys.readouterr().out == starter("gpu-node")
+
+
+def test_diff_prints_what_differs_from_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway: {port: 9000}\ndecode: {engine: {max_num_seqs: 4}}\n")
+    assert run("diff", "-f", str(file)) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "decode.engine.max_num_seqs: 4  (default: null)",
+        "gateway.port: 9000  (default: 8000)",
+    ]
+    assert run("diff", "-f", str(file), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gateway.port"] == {"value": 9000, "default": 8000}
+
+
+def test_diff_of_nothing_says_so_and_keys_are_masked(capsys: pytest.CaptureFixture[str]) -> None:
+    run("diff")
+    assert capsys.readouterr().out == "no field differs from the defaults\n"
+    run("diff", "--set", "gateway.api_keys=[sk-very-secret]")
+    assert "sk-very-secret" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`headrace config`: writes, checks and prints configurations."""
+"""`headrace config`: writes, checks, compares and prints configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from headrace.config import ConfigError, HeadraceConfig
 
 SECRET = "***"
 
-config_app = typer.Typer(help="Write, check and print configurations.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Write, check, compare and print configurations.", no_args_is_help=True
+)
 
 
 @config_app.command("init")
@@ -38,6 +40,27 @@ def config_init(
     except ConfigError as error:
         for line in error.problems:
             stderr().print(f"before that: {line}", markup=False)
+
+
+@config_app.command("diff")
+def config_diff(
+    file: FileOption = None,
+    preset: PresetOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the fields that differ from the defaults; keys are masked."""
+    from headrace.cli.configure.difference import differences
+
+    found = differences(_masked(load(file, preset, overrides, None)))
+    if as_json:
+        print(json.dumps({d.field: {"value": d.value, "default": d.default} for d in found}))
+        return
+    for each in found:
+        value, default = (json.dumps(one, ensure_ascii=False) for one in each[1:])
+        stdout().print(f"{each.field}: {value}  (default: {default})", markup=False)
+    if not found:
+        stdout().print("no field differs from the defaults")
 
 
 @config_app.command("show")
