@@ -249,7 +249,7 @@ class Installer:
         obstacle = self.obstacle("-r", str(lock))
         if obstacle is not None:
             fail(why_unresolvable(obstacle))
-        say(f"installing {lock.name} (5 GB of disk, about two minutes the first time)")
+        say(f"installing {lock.name} (6 GB of disk, about two minutes the first time)")
         present = [n for n in MISTAGGED if f"{n}=={self.installed_version(n)}" in pins]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as leave:
             for name in present:

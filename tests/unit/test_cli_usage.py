@@ -39,12 +39,29 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_table_has_the_columns_that_say_something() -> None:
     out = io.StringIO()
-    Console(file=out, width=200).print(usage.usage_table(ROWS))
+    table, left_out = usage.usage_table(ROWS, 200)
+    Console(file=out, width=200).print(table)
+    assert not left_out
     header, shop, none = [line.split() for line in out.getvalue().splitlines()]
     assert header[:4] == ["tenant", "model", "requests", "prompt"] and "pulled" in header
     assert "cached" not in header and "drafted" not in header
     assert shop[:4] == ["shop", "m", "12", "34,567"] and shop[-1] == "1.3"
     assert none[0] == usage.NO_TENANT
+
+
+def test_a_narrow_terminal_gets_whole_names_and_what_fits_beside_them() -> None:
+    row = {**ROW, "model": "smollm2-135m-instruct"}
+    rows = [{**row, **dict.fromkeys(usage.COLUMNS, 34_567)}]
+    out = io.StringIO()
+    table, left_out = usage.usage_table(rows, 80)
+    Console(file=out, width=80).print(table)
+    header, line = out.getvalue().splitlines()
+    assert line.split()[:2] == ["shop", "smollm2-135m-instruct"]
+    assert header.split()[2:] == ["requests", "prompt", "output", "computed", "engine", "s"]
+    assert left_out == [
+        *("decode", "cached", "DRAM", "NVMe", "remote", "pulled", "blended"),
+        *("drafted", "accepted"),
+    ]
 
 
 def test_csv_has_the_names_of_the_rest_document(

@@ -15,6 +15,9 @@ from headrace_kvstore.protocol.address import host_port
 # The versions in requirements/*.lock, with which Headrace is tested.
 TESTED = {"ray": "2.60.0", "vllm": "0.32.0", "nixl": "1.3.2"}
 ENGINE_OVERHEAD_BYTES = 2 * 2**30  # libraries, weights of a small model and buffers, per engine
+CONTROL_BYTES = 2**30
+"""Ray, Serve's controller, the gateway and the StoreNode. A laptop's app takes 7.7 GiB in all, of
+which 8.0 are predicted (SmolLM2-135M, AMD EPYC)."""
 MIN_OPEN_FILES = 4096
 
 
@@ -80,18 +83,20 @@ def torch(result: tuple[str | None, str]) -> Finding:
 
 
 def needed_memory_bytes(config: HeadraceConfig) -> int:
-    """Return an estimate of the memory for the engines' KV caches and libraries.
+    """Return an estimate of the memory for engines, KV store, Ray and the gateway.
 
     The weights are not in it.
     """
-    return sum(
+    engines = sum(
         role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
         for role in config.all_roles()
     )
+    store = int(config.store.dram_gb * 2**30) if config.store.enabled else 0
+    return engines + store + CONTROL_BYTES
 
 
 def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
-    """Check for enough memory for the engines' KV caches and libraries."""
+    """Check for enough memory for engines, KV store, Ray and the gateway."""
     needed = needed_memory_bytes(config)
     found = f"{human_bytes(available_bytes)} available, about {human_bytes(needed)} needed"
     if available_bytes < needed:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,8 @@ from headrace.cli.console import stdout
 PATH = "/headrace/v1/usage"
 QUERY_S = 40.0
 """Time limit of the request: many days take a while to add up."""
+GAP = 2
+"""Characters between two columns."""
 NO_TENANT = "-"
 """Shown for requests of no tenant: those of an app without keys, and the app's own."""
 COLUMNS = {
@@ -62,26 +65,48 @@ def usage(
         stdout().print(f"no usage from {document['since']} to {document['until']}", markup=False)
     else:
         stdout().print(f"{document['since']} to {document['until']}; tokens", markup=False)
-        stdout().print(usage_table(document["usage"]))
+        table, left_out = usage_table(document["usage"], stdout().width)
+        stdout().print(table)
+        if left_out:
+            names = ", ".join(left_out)
+            stdout().print(f"too wide for this terminal: {names}; --csv has all", markup=False)
 
 
-def usage_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with a row for each tenant and model, and the columns that say something."""
-    shown = [
-        column for column in COLUMNS if column in ALWAYS or any(row.get(column) for row in rows)
-    ]
+def usage_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[Table, list[str]]:
+    """Return a table with a row for each tenant and model, and the columns that say something, as
+    far as they fit `width` characters; and the headers of those that do not fit."""
+    names = {
+        "tenant": [row["tenant"] or NO_TENANT for row in rows],
+        "model": [row["model"] for row in rows],
+    }
+    said = [column for column in COLUMNS if any(row.get(column) for row in rows)]
+    cells = {column: [_cell(row, column) for row in rows] for column in {*ALWAYS, *said}}
+    left = width - sum(_width(header, cells_of) for header, cells_of in names.items())
+    kept = []
+    for column in dict.fromkeys((*ALWAYS, *said)):
+        left -= _width(COLUMNS[column], cells[column])
+        if left < 0:
+            break
+        kept.append(column)
+    shown = [column for column in COLUMNS if column in kept]
     table = Table(box=None, pad_edge=False)
-    table.add_column("tenant", overflow="fold")
-    table.add_column("model", overflow="fold")
+    for header in names:
+        table.add_column(header, overflow="fold")
     for column in shown:
         table.add_column(COLUMNS[column], justify="right", no_wrap=True)
-    for row in rows:
-        cells = [row["tenant"] or NO_TENANT, row["model"]]
-        for column in shown:
-            value = row.get(column, 0)
-            cells.append(f"{value:,.1f}" if column == "engine_s" else f"{value:,.0f}")
-        table.add_row(*map(Text, cells))
-    return table
+    columns = [*names.values(), *(cells[column] for column in shown)]
+    for row in zip(*columns, strict=True):
+        table.add_row(*map(Text, row))
+    return table, [COLUMNS[column] for column in COLUMNS if column in cells and column not in kept]
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column, 0)
+    return f"{value:,.1f}" if column == "engine_s" else f"{value:,.0f}"
+
+
+def _width(header: str, cells: Sequence[str]) -> int:
+    return max(map(cell_len, (header, *cells))) + GAP
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]]) -> None:
