@@ -308,6 +308,20 @@ def test_a_port_in_use_fails_before_anything_starts(
     assert not own_state.exists()
 
 
+def test_a_port_of_a_running_instance_is_refused_with_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = state.Instance("other", "token", endpoint="http://127.0.0.1:8000")
+    monkeypatch.setattr(state, "instances", lambda: iter([other]))
+    monkeypatch.setattr(state.Instance, "running", lambda self: True)
+    code, _, err = run(capsys, "up")
+    assert code == 1
+    assert err == (
+        'error: gateway.port: 8000 is in use by the running instance "other"; stop it with: '
+        "headrace down --name other, or set gateway.port=0 for any free port\n"
+    )
+
+
 def test_config_show_masks_keys_and_loads_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

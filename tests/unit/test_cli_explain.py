@@ -174,7 +174,7 @@ def test_without_an_id_the_list_is_printed(
 @pytest.mark.parametrize(
     ("request_id", "last", "why"),
     [
-        ("nope", False, "no replica remembers a plan of nope; headrace explain lists"),
+        ("nope", False, "no replica has a plan of nope: it keeps its last 1,000"),
         (None, True, "none of the recent requests has a plan"),
         ("nope", True, "not both"),
     ],

@@ -29,7 +29,7 @@ from headrace.cli import client, cluster, deploy, down, state
 from headrace.cli.console import CliError, human_bytes, stderr
 from headrace.cli.display import Display
 from headrace.cli.doctor.machine import needed_memory_bytes
-from headrace.cli.probes.machine import available_memory_bytes
+from headrace.cli.probes import machine
 from headrace.cli.show import ready
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.app_args import llm_config
@@ -132,10 +132,17 @@ def _with_ports(config: HeadraceConfig) -> HeadraceConfig:
         port = cluster.free_ports(1)[0]
         gateway = config.gateway.model_copy(update={"port": port})
         return config.model_copy(update={"gateway": gateway})
-    if config.ray.address is None and not cluster.port_is_free(host, port):
+    is_free, holder = machine.port(config) if config.ray.address is None else (True, None)
+    if not is_free:
+        where = (
+            f"on {host}; free it"
+            if holder is None
+            else (
+                f'by the running instance "{holder}"; stop it with: headrace down --name {holder}'
+            )
+        )
         raise CliError(
-            f"gateway.port: {port} is in use on {host}; free it, or set gateway.port=0 for any "
-            "free port"
+            f"gateway.port: {port} is in use {where}, or set gateway.port=0 for any free port"
         )
     wanted = config.ray.dashboard_port
     cluster.given_ports.update({port, wanted or port})
@@ -263,7 +270,7 @@ def _preview(config: HeadraceConfig) -> list[str]:
             f"starting vLLM engines of {each.model.id} on this machine: {', '.join(roles)}"
         )
     if not config.models and config.model.id == DEFAULT_MODEL:
-        needed, available = needed_memory_bytes(config), available_memory_bytes()
+        needed, available = needed_memory_bytes(config), machine.available_memory_bytes()
         lines.append(
             f"this takes about {human_bytes(needed)} of memory ({human_bytes(available)} are "
             "available) and 1 to 2 minutes on two cores; the first start is the slowest"

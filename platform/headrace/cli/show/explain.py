@@ -64,7 +64,8 @@ def explain(request_id: str | None, name: str | None, *, last: bool, as_json: bo
     plan = _newest(instance) if request_id is None else _plan(instance, request_id)
     if plan is None:
         raise CliError(
-            f"no replica remembers a plan of {request_id}; headrace explain lists recent requests"
+            f"no replica has a plan of {request_id}: it keeps its last 1,000 until it stops; "
+            "headrace explain lists recent requests"
             if request_id
             else "none of the recent requests has a plan; headrace explain lists them"
         )
