@@ -16,6 +16,8 @@ from headrace.gateway.ingress.limits import (
 from headrace.gateway.openapi import openapi_document, own_operations
 from headrace.gateway.relay.retry import MAX_ERROR_BYTES
 
+PLAINER = {"What the questions are about: text or JSON.": "Subject of the questions: text or JSON."}
+"""Plainer words for descriptions of vLLM's."""
 INTRODUCTION = """\
 <!-- Written by `python -m scripts.generate`; change scripts/generate/rest_page.py. -->
 # REST reference
@@ -167,7 +169,8 @@ def _fields(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[
     for name, field in schema["properties"].items():
         required = name in schema.get("required", ())
         default = "required" if required else f"`{json.dumps(field.get('default'))}`"
-        kind, about = _type(document, field), _line(field.get("description", ""))
+        about = _line(field.get("description", ""))
+        kind, about = _type(document, field), PLAINER.get(about, about)
         yield f"| `{name}` | {kind} | {default} | {about} |"
 
 
