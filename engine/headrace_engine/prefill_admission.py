@@ -21,7 +21,8 @@ that arrive later than that, however many they are. The shortest first has the l
 (Schrage, "A proof of the optimality of the shortest remaining processing time discipline", 1968).
 The prompts of one request are one piece of work: each one's arrival is the due time of the one
 before it. Otherwise a request of a thousand prompts would be ahead of everything that arrives in
-the seconds that they take.
+the seconds that they take. A stream that another replica began is due at its arrival: its client
+waits in the middle of an answer.
 
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
@@ -106,17 +107,21 @@ class PrefillAdmission:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, tokens: int, job: RequestPrompts | None = None) -> AsyncIterator[None]:
+    async def turn(
+        self, tokens: int, job: RequestPrompts | None = None, *, resumes: bool = False
+    ) -> AsyncIterator[None]:
         """Wait until a prompt of so many tokens may be computed.
 
         The block submits the prompt and waits for its first token.
 
         Args:
             job: the prompts that its request has asked for before.
+            resumes: whether it continues a stream that another replica began.
         """
         job = job or RequestPrompts()
         arrival_s = max(asyncio.get_running_loop().time(), job.due_s)
-        job.due_s = arrival_s + MAX_STRETCH * self._step_time.added_s(tokens, 0)
+        stretch = 0.0 if resumes else MAX_STRETCH
+        job.due_s = arrival_s + stretch * self._step_time.added_s(tokens, 0)
         turn = _Turn(tokens, job.due_s)
         insort(self._waiting, turn, key=lambda waiting: waiting.due_s)
         self._admit()

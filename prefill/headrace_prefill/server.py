@@ -194,7 +194,7 @@ class PrefillServer(PDPrefillServer):
         try:
             async with (
                 self._with_adapter(request) as lora,
-                self._admission.turn(compute_tokens),
+                self._admission.turn(compute_tokens, resumes=request.resumes),
             ):
                 waited_s = time.perf_counter() - arrived
                 output = await self._compute(request, token_ids, lora, record)

@@ -102,6 +102,21 @@ async def test_a_turn_of_a_conversation_passes_prompts_that_came_before() -> Non
     assert await behind_another(long, {"next turn": 100}, apart_s=0.5) == ["next turn", *long]
 
 
+async def test_a_stream_that_another_replica_began_is_next() -> None:
+    gate, done = fitted(0.005, 0.0002), list[str]()
+
+    async def one(name: str, tokens: int, resumes: bool) -> None:
+        async with gate.turn(tokens, resumes=resumes):
+            done.append(name)
+
+    async with asyncio.TaskGroup() as group, gate.turn(6000):
+        group.create_task(one("short", 100, False))
+        await asyncio.sleep(0.05)
+        group.create_task(one("stream", 3000, True))
+        await asyncio.sleep(0)
+    assert done == ["stream", "short"]
+
+
 async def test_the_many_prompts_of_a_request_are_not_all_ahead_of_what_comes_meanwhile() -> None:
     gate, done, job = fitted(0.05, 0.002), list[str](), RequestPrompts()
 

@@ -79,6 +79,7 @@ class PlanExecution:
         recorder, client_id, tenant = RECORDER.get(), REQUEST_ID.get(), TENANT.get() or ""
         retain_s = RETENTION.get()
         earlier = recorder.earlier if recorder is not None and params.n == 1 else []
+        resumes = recorder is not None and bool(recorder.earlier)
 
         def submit(
             engine_request_id: str, kv_params: dict[str, Any] | None
@@ -113,6 +114,7 @@ class PlanExecution:
                         media=media,
                         client_id=client_id or "",
                         retain_s=retain_s,
+                        resumes=resumes,
                     )
                 )
                 cached.limit(result.cached_tokens)
@@ -139,7 +141,7 @@ class PlanExecution:
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
             min_timeout_s=MEDIA_TIMEOUT_S if request.has_media else 0.0,
-            turn=lambda tokens: self.admission.turn(tokens, job),
+            turn=lambda tokens: self.admission.turn(tokens, job, resumes=resumes),
             engine_steps=lambda: self.meter.steps_total,
             engine_busy=lambda: self.meter.running > 0,
         )

@@ -96,6 +96,8 @@ class PrefillRequest:
     a request of the caller's own."""
     retain_s: float = 0.0
     """Seconds for which the store of the prefill replica's machine retains the prompt's KV."""
+    resumes: bool = False
+    """Whether it is the prompt of a stream that another replica began."""
 
 
 @dataclass(frozen=True, slots=True)
