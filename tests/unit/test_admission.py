@@ -17,18 +17,14 @@ from headrace.gateway.admission.admission_controller import (
     Refusal,
     Ticket,
 )
-from headrace.gateway.admission.capacity import MIN_LEAD_S, Capacity, compute_capacity
-from headrace.gateway.admission.queue_rates import DECAY_S, QueueRates
-from headrace.gateway.admission.request_costs import Cost, RequestCosts
+from headrace.gateway.admission.capacity import MIN_LEAD_S, Capacity
 from headrace.gateway.admission.slo_classes import (
     DEFAULT,
     SloClass,
     SloClassError,
     SloClasses,
 )
-from headrace.router.placement.cluster_view import ClusterView
 from headrace_engine.prefill_admission import MAX_STRETCH
-from headrace_engine.step_time import StepTime
 
 QUICK = SloClass("quick", ttft_target_s=2.0)
 URGENT = SloClass("urgent", ttft_target_s=2.0, priority=1)
@@ -276,94 +272,7 @@ def test_a_background_request_takes_nothing_of_its_tenant_s_share() -> None:
     assert order == ["a", "b", "a", "b"]
 
 
-# ---- rates and costs ------------------------------------------------------------------------
-
-
-def test_the_rate_is_what_was_sent_while_somebody_waited() -> None:
-    rates, now_s = QueueRates(one_tenant=True), 0.0
-    rates.set_waiting(now_s, waiting=True)
-    for _ in range(400):
-        now_s += 0.05
-        rates.record_sent("", 0.2, now_s)
-        rates.set_waiting(now_s, waiting=True)
-    assert rates.rate == pytest.approx((4.0 * DECAY_S + 1.0) / (DECAY_S + 1.0), rel=0.05)
-    before = rates.rate
-    rates.set_waiting(now_s, waiting=False)
-    rates.set_waiting(now_s + 60.0, waiting=True)
-    assert rates.rate == before
-
-
-def taking(turns: int = 400, **rates_of: float) -> tuple[QueueRates, float]:
-    """Rates after tenants have taken so much a second, while somebody waited."""
-    rates, now_s = QueueRates(), 0.0
-    rates.set_waiting(now_s, waiting=True)
-    for _ in range(turns):
-        now_s += 0.05
-        for tenant, each in rates_of.items():
-            rates.record_sent(tenant, 0.05 * each, now_s)
-        rates.set_waiting(now_s, waiting=True)
-    return rates, now_s
-
-
-def test_a_tenant_can_count_on_its_fair_part_less_one_for_the_next_to_come() -> None:
-    rates, now_s = taking(a=1.0, b=1.0)
-    assert rates.rate_of("a", now_s) == pytest.approx(rates.rate / 3, rel=0.1)
-    assert rates.rate_of("new", now_s) == pytest.approx(rates.rate / 4, rel=0.1)
-
-
-def test_a_tenant_can_count_on_what_others_leave() -> None:
-    rates, now_s = taking(a=3.0, b=0.2)
-    assert rates.rate_of("a", now_s) == pytest.approx((rates.rate - 0.2) * 2 / 3, rel=0.1)
-    alone, now_s = taking(a=3.0)
-    assert alone.rate_of("a", now_s) == pytest.approx(alone.rate / 2, rel=0.1)
-
-
-def test_tenants_that_have_just_begun_count_in_full() -> None:
-    rates, now_s = taking(10, a=1.0, b=1.0, c=1.0)
-    assert rates.rate_of("a", now_s) <= 1.1 * rates.rate / 3
-
-
-def test_one_tenant_can_count_on_all() -> None:
-    rates = QueueRates(one_tenant=True)
-    rates.prior = 4.0
-    assert rates.rate_of("", 0.0) == rates.rate == 4.0
-
-
-@settings(max_examples=100)
-@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8))
-def test_promised_parts_never_exceed_the_rate_and_nobody_has_less_than_an_equal_one(
-    taken: list[float],
-) -> None:
-    rates, now_s = taking(400, **{f"t{at}": each for at, each in enumerate(taken)})
-    count = len(taken)
-    for at in range(count):
-        part = rates.rate_of(f"t{at}", now_s)
-        assert rates.rate / (count + 2) * 0.9 <= part <= rates.rate
-
-
-def test_what_a_byte_takes_is_learned_for_each_size() -> None:
-    costs = RequestCosts()
-    for _ in range(100):
-        costs.record_prefill("one", 1000, 0.01)
-        costs.record_prefill("one", 50_000, 2.0)
-    assert costs.predict("one", 900, 1.0).prefill_s == pytest.approx(0.009, rel=0.01)
-    assert costs.predict("one", 60_000, 1.0).prefill_s == pytest.approx(2.4, rel=0.01)
-    # A size that was not seen yet: as the next smaller one.
-    assert costs.predict("one", 10_000, 1.0).prefill_s == pytest.approx(0.1, rel=0.01)
-    assert costs.predict("one", 200_000, 1.0).prefill_s == pytest.approx(8.0, rel=0.01)
-
-
-def test_costs_follow_each_tenant_s_own_requests() -> None:
-    costs = RequestCosts()
-    for _ in range(100):
-        costs.record_prefill("long", 1000, 2.0)
-        costs.record_answer("long", 8.0)
-        costs.record_prefill("short", 1000, 0.1)
-        costs.record_answer("short", 1.0)
-    assert costs.predict("long", 1000, 4.0) == pytest.approx(Cost(2.0, 2.0), rel=0.05)
-    assert costs.predict("short", 500, 4.0) == pytest.approx(Cost(0.05, 0.25), rel=0.05)
-    new = costs.predict("new", 1000, 1.0)
-    assert 0.1 < new.prefill_s < 2.0
+# ---- what is charged ------------------------------------------------------------------------
 
 
 def test_what_a_request_took_is_charged_once_it_is_known() -> None:
@@ -447,59 +356,6 @@ def test_who_is_admitted_goes_in_time_whoever_comes_later(
     for ticket, waited_s in waits.items():
         most_s = ticket.slo.patience_s * LATE + 0.1 + 0.02
         assert waited_s <= most_s, "one may be under way, and turns are 0.02 s apart"
-
-
-# ---- the room -------------------------------------------------------------------------------
-
-
-def view(prefills: int = 1, decodes: int = 1) -> ClusterView:
-    made = ClusterView(16, 1e5)
-    node = made.node("n")
-    for role, count in (("prefill", prefills), ("decode", decodes)):
-        for number in range(count):
-            made.set_steps(made.add(f"{role}{number}", role, node), StepTime())  # type: ignore[arg-type]
-    return made
-
-
-def test_idle_engines_have_room() -> None:
-    there = compute_capacity(view(), 0.0, prompt_tokens=100)
-    assert there.has_room and there.is_idle and (there.engines, there.rows) == (2, 1.0)
-
-
-def test_a_prompt_ahead_on_every_engine_leaves_none_until_it_is_nearly_done() -> None:
-    seen = view()
-    for row in range(2):
-        seen.reserve(row, 100_000, 1.0, 0.0)
-    there = compute_capacity(seen, 0.0, prompt_tokens=100)
-    assert not there.has_room and not there.is_idle
-    done_s = float(seen.engines["queue_s"].max())
-    assert compute_capacity(seen, done_s, prompt_tokens=100).has_room
-
-
-def test_without_kv_blocks_there_is_no_room() -> None:
-    seen = view()
-    seen.engines["free_blocks"] = 6
-    assert compute_capacity(seen, 0.0, prompt_tokens=100).streams == 0
-    seen.engines["free_blocks"] = 14
-    assert compute_capacity(seen, 0.0, prompt_tokens=100).streams == 2
-
-
-def test_streams_beyond_an_itl_target_find_no_room_but_an_idle_engine_takes_one() -> None:
-    seen = view()
-    idle_s = StepTime().seconds(rows=1)
-    assert compute_capacity(seen, 0.0, prompt_tokens=100, itl_s=idle_s / 2).streams == 1
-    seen.engines["running"][1] = 5
-    assert compute_capacity(seen, 0.0, prompt_tokens=100, itl_s=idle_s / 2).streams == 0
-    assert compute_capacity(seen, 0.0, prompt_tokens=100, itl_s=100 * idle_s).streams > 100
-
-
-def test_what_no_report_shows_yet_is_taken_off() -> None:
-    open_ = compute_capacity(view(), 0.0, prompt_tokens=2000)
-    assert not compute_capacity(view(), 0.0, prompt_tokens=2000, sent=8).has_room and open_.has_room
-
-
-def test_a_view_without_a_decode_engine_has_no_engine_at_all() -> None:
-    assert compute_capacity(view(decodes=0), 0.0, prompt_tokens=1).engines == 0
 
 
 # ---- classes --------------------------------------------------------------------------------
