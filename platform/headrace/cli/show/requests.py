@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.console import human_time
+from headrace.cli.show.fitting import fitting
 
 PATH = "/headrace/v1/requests"
-GAP = 2
 Request = Mapping[str, Any]
 
 
@@ -77,12 +76,8 @@ def request_table(requests: Sequence[Request], now: float, width: int, title: st
     models = [MODEL] if len({one.get("model") or "" for one in requests} - {""}) > 1 else []
     columns = [ID, age(now), *models, ROUTE, STATUS, *errors, TTFT, TOTAL, TOKENS, REPLICA]
     cells = {column: [column.cell(one) for one in requests] for column in columns}
-    kept, left = [], width + GAP
-    for column in sorted(columns, key=lambda each: each.priority):
-        left -= max(map(cell_len, (column.name, *cells[column]))) + GAP
-        if left < 0:
-            break
-        kept.append(column)
+    by_priority = sorted(columns, key=lambda each: each.priority)
+    kept = fitting({each: (each.name, *cells[each]) for each in by_priority}, width)
     kept = [column for column in columns if column in kept or column is ID]
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for column in kept:

@@ -8,18 +8,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.client import call, running_instance
 from headrace.cli.console import stdout
+from headrace.cli.show.fitting import fitting
 
 PATH = "/headrace/v1/usage"
 QUERY_S = 40.0
 """Time limit of the request: many days take a while to add up."""
-GAP = 2
-"""Characters between two columns."""
 NO_TENANT = "-"
 """Shown for requests of no tenant: those of an app without keys, and the app's own."""
 COLUMNS = {
@@ -81,13 +79,10 @@ def usage_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[Table, l
     }
     said = [column for column in COLUMNS if any(row.get(column) for row in rows)]
     cells = {column: [_cell(row, column) for row in rows] for column in {*ALWAYS, *said}}
-    left = width - sum(_width(header, cells_of) for header, cells_of in names.items())
-    kept = []
+    texts = {header: (header, *of_rows) for header, of_rows in names.items()}
     for column in dict.fromkeys((*ALWAYS, *said)):
-        left -= _width(COLUMNS[column], cells[column])
-        if left < 0:
-            break
-        kept.append(column)
+        texts[column] = COLUMNS[column], *cells[column]
+    kept = fitting(texts, width)
     shown = [column for column in COLUMNS if column in kept]
     table = Table(box=None, pad_edge=False)
     for header in names:
@@ -103,10 +98,6 @@ def usage_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[Table, l
 def _cell(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column, 0)
     return f"{value:,.1f}" if column == "engine_s" else f"{value:,.0f}"
-
-
-def _width(header: str, cells: Sequence[str]) -> int:
-    return max(map(cell_len, (header, *cells))) + GAP
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]]) -> None:
