@@ -30,6 +30,10 @@ class Outcome:
     written: int
 
 
+def _leading(chain: NDArray[np.int64], gaps: NDArray[np.int64]) -> int:
+    return int(gaps[0]) if len(gaps) else len(chain)
+
+
 class Replay:
     """One table of `slots` slots, driven by `policy`."""
 
@@ -66,8 +70,7 @@ class Replay:
 
     def leading(self, chain: NDArray[np.int64]) -> int:
         """Return the number of a prompt's leading blocks that would be hits."""
-        gaps = np.flatnonzero(self.slot_of[chain] < 0)
-        return int(gaps[0]) if len(gaps) else len(chain)
+        return _leading(chain, np.flatnonzero(self.slot_of[chain] < 0))
 
     def step(self, chain: NDArray[np.int64], now_s: float, priority: int) -> int:
         """One prompt; returns its leading hit blocks."""
@@ -75,7 +78,7 @@ class Replay:
         policy.prompt(self.keys[chain], now_s)
         slots = self.slot_of[chain]
         gaps = np.flatnonzero(slots < 0)
-        leading = int(gaps[0]) if len(gaps) else len(chain)
+        leading = _leading(chain, gaps)
         found = slots[slots >= 0]  # blocks after a gap are computed again and not written again
         table["used_s"][found] = now_s
         table["lease_until_s"][found] = now_s + LEASE_S
