@@ -1,4 +1,4 @@
-"""Which columns of a table fit a terminal."""
+"""The choice of the table columns that fit a terminal."""
 
 from __future__ import annotations
 
