@@ -163,6 +163,7 @@ class DecodeServer(PDDecodeServer):
         self._start("warm the system prompts", self._warm_system_prompts, restarts=False)
         if (ready := start_ready_file(self.check_health)) is not None:
             self._tasks.append(ready)
+        engine.start_times.finish()
 
     def _start(
         self, name: str, work: Callable[[], Awaitable[None]], *, restarts: bool = True
@@ -378,6 +379,7 @@ class DecodeServer(PDDecodeServer):
             "deployment": serve.get_replica_context().deployment,
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
+            "start": self.engine.start_times.snapshot(),
             **self._stall.snapshot(),
             **self._load(),
             **self.engine.meter.snapshot(),

@@ -152,6 +152,7 @@ class PrefillServer(PDPrefillServer):
             self._adapters.registry.on_change.append(self._reporting.changed)
         freeze_startup_heap()
         self._ready = start_ready_file(self.check_health)
+        self.engine.start_times.finish()
 
     async def _start_adapters(self, settings: AdapterSettings) -> None:
         app_name = serve.get_replica_context().app_name
@@ -384,6 +385,7 @@ class PrefillServer(PDPrefillServer):
             "deployment": context.deployment,
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
+            "start": self.engine.start_times.snapshot(),
             **self.engine.meter.snapshot(),
             "left_out": self.engine.left_out,
             "adapters": None if self._adapters is None else self._adapters.registry.snapshot(),

@@ -138,8 +138,9 @@ def test_detached_with_keys_and_tls_it_answers_until_down_and_then_nothing_is_le
     settings = [
         part for name, path in files.items() for part in ("--set", f"gateway.{name}={path}")
     ]
-    done = headrace(environment, "up", "--detach", *settings)
+    done = headrace(environment, "up", "--detach", "--verbose", *settings)
     assert done.returncode == 0, done.stderr
+    assert "s  starting Ray " in done.stderr, "the waterfall"
     instance = state(environment)
     endpoint = str(instance["endpoint"])
     assert endpoint.startswith("https://")
@@ -297,13 +298,13 @@ WATCHING = """
 import os, sys, time, psutil
 from headrace.cli import state
 from headrace.observability.shared_memory import ProcessId
-from headrace.cli.up import Stopped, _stop_on_signals, _Watch
+from headrace.cli.stop_reasons import Stopped, Watch, stop_on_signals
 me = ProcessId.of(psutil.Process())
 instance = state.Instance(name="watched", token="t", phase="ready", supervisor=me)
 state.create(instance)
-watch = _Watch(instance, parent=True)
+watch = Watch(instance, parent=True)
 try:
-    with _stop_on_signals(), watch:
+    with stop_on_signals(), watch:
         print("watching", flush=True)
         time.sleep(60)
 except Stopped:

@@ -34,6 +34,7 @@ from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_fil
 from headrace_engine.reporting.engine_events import EngineEvents
 from headrace_engine.reporting.start_errors import causes_told
 from headrace_engine.serving.model_limits import PREFIX_CACHE, REMOTE_PREFILL, SPECULATION, STORE
+from headrace_engine.serving.start_times import ENGINE, STEP_TIMES, WARM_UP, StartTimes
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.vllm.engine import (
     cache_block_use,
@@ -75,6 +76,7 @@ class MeteredVLLMEngine(VLLMEngine):
         self._choose_side_channel(llm_config)
         super().__init__(llm_config)
         self.meter = EngineMeter()
+        self.start_times = StartTimes()
         self.events: EngineEvents | None = None
         self.left_out: dict[str, str] = dict(llm_config.experimental_configs.get(LEFT_OUT_KEY, {}))
         """The parts that this engine runs without though the app has them, and why. Each part's own
@@ -100,10 +102,13 @@ class MeteredVLLMEngine(VLLMEngine):
         source = self.llm_config.model_loading_config.model_source
         if isinstance(source, str) and os.path.isdir(source):
             self.llm_config.get_or_create_callback().ctx.run_init_node = False
+        self.start_times.begin(ENGINE)
         with causes_told():
             await super().start()
             await self._read_cache_groups()
+            self.start_times.begin(STEP_TIMES)
             await self._rehearse()
+        self.start_times.begin(WARM_UP)
         layout = await cache_layout(self.llm, self.vllm_config)
         self.kv_kind = await asyncio.to_thread(kv_kind, self.vllm_config, layout)
         self.left_out |= await self.find_left_out()

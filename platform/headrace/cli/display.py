@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +17,18 @@ from headrace.cli.deploy import Progress, cause
 MESSAGE_CHARS = 70
 
 
+class Step(NamedTuple):
+    """A step that has ended.
+
+    Attributes:
+        began: seconds since the epoch.
+    """
+
+    name: str
+    began: float
+    seconds: float
+
+
 class Display:
     """The steps, one at a time, and the app's deployments below them."""
 
@@ -24,6 +36,8 @@ class Display:
         self._console = console
         self._live: Live | None = None
         self._started = time.monotonic()
+        self.steps: list[Step] = []
+        """The steps that have ended, in their order."""
         self._step = ""
         self._step_since = self._started
         self._note = ""
@@ -53,12 +67,20 @@ class Display:
 
     def step(self, text: str) -> None:
         """Begin a step; this ends the previous one."""
-        if self._live is not None and self._step:
-            seconds = time.monotonic() - self._step_since
-            self._live.console.print(Text(f"  done  {self._step} ({seconds:.0f} s)", style="dim"))
+        self.finish()
         self._step, self._step_since, self._note = text, time.monotonic(), ""
         if self._live is None:
             self._line(text)
+
+    def finish(self) -> None:
+        """End the current step, if there is one."""
+        if not self._step:
+            return
+        seconds = time.monotonic() - self._step_since
+        self.steps.append(Step(self._step, time.time() - seconds, seconds))
+        if self._live is not None:
+            self._live.console.print(Text(f"  done  {self._step} ({seconds:.0f} s)", style="dim"))
+        self._step = ""
 
     def note(self, text: str) -> None:
         """Set the progress of the current step; shown on a terminal only."""

@@ -153,6 +153,10 @@ def up(
     as_json: Annotated[
         bool, typer.Option("--json", help="With --detach: print JSON on stdout.")
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Also print what the start spent its time on."),
+    ] = False,
 ) -> None:
     """Start Ray, the engines and the endpoint, and serve until stopped.
 
@@ -164,7 +168,14 @@ def up(
     config = load(file, preset, overrides, address)
     from headrace.cli import up as command
 
-    command.up(config, name=name, detach=detach, timeout_s=timeout, as_json=as_json)
+    command.up(
+        config,
+        name=name,
+        detach=detach,
+        timeout_s=timeout,
+        as_json=as_json,
+        verbose=verbose,
+    )
 
 
 @app.command(rich_help_panel=RUN)

@@ -11,26 +11,24 @@ that it joined, the process that waits with a `Deletion` deletes the app.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import secrets
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import psutil
 
-from headrace.cli import client, cluster, deploy, down, state
+from headrace.cli import client, cluster, deploy, down, state, stop_reasons
 from headrace.cli.console import CliError, human_bytes, stderr
 from headrace.cli.display import Display
 from headrace.cli.doctor.machine import needed_memory_bytes
 from headrace.cli.probes import machine
-from headrace.cli.show import ready
+from headrace.cli.show import ready, start_phases
+from headrace.cli.stop_reasons import Stopped
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.app_args import llm_config
 from headrace.config.key_file import hash_of, new_key
@@ -40,20 +38,22 @@ from headrace.observability.shared_memory import ProcessId
 from headrace_kvstore.protocol.address import host_port
 
 CONTROL_CPUS = 1.0  # reserved for Serve's controller and proxies
-WATCH_S = 0.5  # between two checks of what may end `up`
-
-
-class Stopped(BaseException):
-    """A signal, or a reason to end. Not an Exception, so that no handler takes it for a failure."""
 
 
 def up(
-    config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float, as_json: bool = False
+    config: HeadraceConfig,
+    *,
+    name: str,
+    detach: bool,
+    timeout_s: float,
+    as_json: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Serve until stopped; with `detach`, until ready.
 
     Args:
         as_json: print the addresses as JSON when the endpoint is ready.
+        verbose: also print what the start spent its time on.
 
     Raises:
         CliError: it did not become ready; nothing of it is left running.
@@ -63,11 +63,11 @@ def up(
         say.print(f"warning: {line}", style="yellow", markup=False)
     config = _with_ports(config)
     _check_certificates(config)
-    start = _Start(_claim(config, name), config, detach=detach, as_json=as_json)
-    watch = _Watch(start.instance, parent=not detach)
+    start = _Start(_claim(config, name), config, detach=detach, as_json=as_json, verbose=verbose)
+    watch = stop_reasons.Watch(start.instance, parent=not detach)
     errored = False
     try:
-        with _stop_on_signals(), watch:
+        with stop_reasons.stop_on_signals(), watch:
             start.run(time.monotonic() + timeout_s)
             if detach:
                 return
@@ -179,10 +179,16 @@ class _Start:
     """One start, and what must be undone if it fails."""
 
     def __init__(
-        self, instance: state.Instance, config: HeadraceConfig, *, detach: bool, as_json: bool
+        self,
+        instance: state.Instance,
+        config: HeadraceConfig,
+        *,
+        detach: bool,
+        as_json: bool,
+        verbose: bool,
     ) -> None:
         self.instance, self.config, self.detach = instance, config, detach
-        self.as_json = as_json
+        self.as_json, self.verbose = as_json, verbose
         self.ready = False
         self.deletion: deploy.Deletion | None = None  # only on a cluster that we joined
 
@@ -210,6 +216,7 @@ class _Start:
                 self._deploy(deploying, display, deadline)
             display.step("waiting for the endpoint")
             self._wait_for_endpoint(deadline)
+            display.finish()
             self.instance.phase, took_s = "ready", display.elapsed_s
             _save(self.instance)
         if self.detach and self.deletion is not None:
@@ -219,6 +226,16 @@ class _Start:
             print(json.dumps(ready.addresses(self.instance, took_s), indent=2))
         else:
             ready.announce(self.instance, took_s, self.detach)
+        if self.verbose:
+            start_phases.show(display.steps, self._replicas(), stderr())
+
+    def _replicas(self) -> list[dict[str, Any]]:
+        """Return the replicas' status; none if they do not answer."""
+        try:
+            return list(client.get_json(self.instance, "/headrace/v1/status")["replicas"])
+        except CliError as error:
+            stderr().print(f"the replicas' part of the start is not known: {error}", markup=False)
+            return []
 
     def _deploy(self, deploying: deploy.AppDeployment, display: Display, deadline: float) -> None:
         instance, config = self.instance, self.config
@@ -373,68 +390,12 @@ def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
 def _serve(instance: state.Instance) -> None:
     """Wait until Stopped is raised. Raises CliError if the Ray node ends unexpectedly."""
     while True:
-        time.sleep(WATCH_S)
+        time.sleep(stop_reasons.INTERVAL_S)
         supervisor = instance.supervisor
         if instance.own_node and (supervisor is None or supervisor.process() is None):
             if down.stopped_elsewhere(instance):
                 raise Stopped
             raise CliError("the Ray node ended unexpectedly")
-
-
-class _Watch:
-    """Watch that ends this process, as SIGTERM does, for reasons that send no signal.
-
-    These are `headrace down` in another shell and, with `parent`, the end of the process that
-    started this one. Some processes are meant to outlive their parent: the leader of a session (a
-    service, `setsid`), and one that ignores SIGHUP (`nohup`).
-    """
-
-    def __init__(self, instance: state.Instance, *, parent: bool) -> None:
-        self.why = ""
-        self._instance = instance
-        ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        detached = ignores_hangup or os.getsid(0) == os.getpid()
-        self._parent = os.getppid() if parent and not detached else None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(WATCH_S):
-            if self._parent is not None and os.getppid() != self._parent:
-                self.why = " because the process that started it has ended"
-            elif not down.stopped_elsewhere(self._instance):
-                continue
-            # To the main thread: if another one got it, a sleep of the main one would continue.
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGTERM)
-            return
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise Stopped inside. An ignored SIGHUP stays ignored."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        raise Stopped
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _stop(start: _Start, *, keep_logs: bool) -> None:
