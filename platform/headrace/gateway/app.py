@@ -412,7 +412,9 @@ class GatewayApp:
                         context.headers.get(b"authorization"), context.headers.get(b"x-api-key")
                     )
                     call.tenant = context.caller.tenant
-                    with context.caller.rate_limit.request(call.started):
+                    makes_work = call.route is not None or _makes_work(call.method, path)
+                    limit = context.caller.rate_limit
+                    with limit.request(call.started, makes_work=makes_work):
                         await handler(context)
             except ClientGone:
                 call.status = call.status or CLIENT_GONE_STATUS
@@ -473,3 +475,9 @@ class GatewayApp:
             "bytes": call.sent_bytes,
         }
         logger.log(level, "%s %s %d", call.method, path, call.status, extra=fields)
+
+
+def _makes_work(method: str, path: str) -> bool:
+    """Return whether a request to the gateway itself makes work, and does not only read, end or
+    delete what is there."""
+    return method == "POST" and not path.endswith("/cancel")

@@ -28,12 +28,21 @@ class RateLimit:
     _since_s: float = field(default=0.0, repr=False)
 
     @contextmanager
-    def request(self, now_s: float) -> Iterator[None]:
+    def request(self, now_s: float, *, makes_work: bool = True) -> Iterator[None]:
         """Count one request until it ends.
+
+        Args:
+            makes_work: if False, the request only reads, ends or deletes what is there. It counts
+                toward the requests a minute, not toward those under way: a client whose only place
+                is taken by a background response can still ask for it and cancel it.
 
         Raises:
             ApiError: 429, the key is at a limit; the error has the time after which to try again.
         """
+        if not makes_work:
+            self._take_token(now_s)
+            yield
+            return
         if self.max_concurrent is not None and self.running >= self.max_concurrent:
             raise errors.key_is_busy(self.name, self.max_concurrent)
         self._take_token(now_s)
