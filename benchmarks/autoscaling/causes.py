@@ -35,8 +35,9 @@ from benchmarks.autoscaling.bound import EACH, rates_of
 from benchmarks.autoscaling.day import DAY_S, SHAPES, WARM_S, day_of
 from benchmarks.autoscaling.scalers import Ours
 from headrace.autoscaling import capacity
+from headrace.autoscaling.arrivals import METRICS_DELAY_S
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
+from headrace.autoscaling.forecast import BIN_S, STEP_S, RateForecast, RateForecaster
 from headrace.autoscaling.replica_counts import ReplicaCosts, decide
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import Hardware
@@ -54,6 +55,8 @@ FREE = ReplicaCosts(0.0)
 ASKED = (0.97, 0.95, 0.93, 0.91, 0.89, 0.87, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7)
 RATES = np.arange(0.0, 12.0, 0.1)
 WARM = round(WARM_S / BIN_S)
+SAID_S = (0.0, 15.0, 60.0, 120.0, 135.0, 275.0)
+"""Seconds ahead that decisions ask for."""
 ARMS = {
     "all": (False, False, False),
     "rates_known": (True, False, False),
@@ -129,16 +132,19 @@ class Shape:
         rate = rates_of(trace, shape, peak)
         self.rate = np.concatenate([np.full(WARM, rate[0]), rate])
         minutes = round((DAY_S + WARM_S) / BIN_S)
-        counts = np.bincount((day.work.arrival_s // BIN_S).astype(int), minlength=minutes)
+        steps = round(BIN_S / STEP_S)
+        step = (day.work.arrival_s // STEP_S).astype(int)
+        counts = np.bincount(step, minlength=minutes * steps).reshape(-1, steps)
         forecast = RateForecaster()
-        for n, count in enumerate(day.before):
-            forecast.observe(float(count), (n + 1) * BIN_S)
+        for n, count in enumerate(np.repeat(day.before / steps, steps)):
+            forecast.observe(float(count), (n + 1) * STEP_S)
         self.said: list[dict[float, RateForecast]] = []
-        ahead_s = (0.0, 60.0, 120.0, 260.0)
         for n in range(minutes):
-            now_s = day.begin_s + (n + 1) * BIN_S
-            forecast.observe(float(counts[n]), now_s)
-            self.said.append({one: forecast.at_horizon(one, now_s) for one in ahead_s})
+            for at, count in enumerate(counts[n], 1):
+                now_s = day.begin_s + n * BIN_S + at * STEP_S
+                forecast.observe(float(count), now_s)
+            said = {one: forecast.at_horizon(METRICS_DELAY_S + one, now_s) for one in SAID_S}
+            self.said.append(said)
 
     def known(self, minute: int, ahead_s: float) -> RateForecast:
         """Return the true rate of arrivals at a time ahead."""

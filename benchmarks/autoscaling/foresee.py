@@ -3,10 +3,10 @@
     python -m benchmarks.autoscaling.foresee [--trace FILE] [--peak 2]
 
 Series of counts a minute: a week of each of the two services of Azure's trace of 2024 (`day`), and
-the hour of the conversation trace. The weeks are known to 7 minutes only; counts are drawn from
-them as independent arrivals, at `--peak` times the conversation trace's rate in the busiest minute.
-The error is the mean of ``|forecast - count|`` over the mean count, from the third day on, or from
-the tenth minute of the hour. `noise` is the error that remains if the rate is known.
+the hour of the conversation trace. The weeks are known to 7 minutes only; counts of steps are drawn
+from them as independent arrivals, at `--peak` times the conversation trace's rate in the busiest
+minute. The error is the mean of ``|forecast - count|`` over the mean count, from the third day on,
+or from the tenth minute of the hour. `noise` is the error that remains if the rate is known.
 """
 
 from __future__ import annotations
@@ -19,22 +19,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.autoscaling.day import DAY_S, SHAPES, week
-from headrace.autoscaling.forecast import BIN_S, RateForecaster
+from headrace.autoscaling.forecast import BIN_S, STEP_S, RateForecaster
 from headrace_lab.simulate.trace import read_trace
 
+STEPS = round(BIN_S / STEP_S)
 AHEAD_S = (120.0, 600.0, 1200.0, 3600.0)
 
 
 def errors(
-    counts: NDArray[np.float64], rate: NDArray[np.float64] | None, first: int
+    steps: NDArray[np.float64], rate: NDArray[np.float64] | None, first: int
 ) -> dict[str, dict[float, float]]:
-    """By forecast and seconds ahead."""
+    """By forecast and seconds ahead.
+
+    Args:
+        steps: counts of the steps of each minute, [minutes, steps].
+        rate: of each minute, if known.
+        first: minute that is judged.
+    """
+    counts = steps.sum(axis=1)
     forecasts = {"ours": RateForecaster(), "ours, no season": RateForecaster(seasonal=False)}
     day = round(DAY_S / BIN_S)
     wrong: dict[str, dict[float, list[float]]] = {}
     for n, count in enumerate(counts):
         for forecast in forecasts.values():
-            forecast.observe(float(count), (n + 1) * BIN_S)
+            for at, part in enumerate(steps[n], 1):
+                forecast.observe(float(part), n * BIN_S + at * STEP_S)
         if n < first:
             continue
         for ahead_s in AHEAD_S:
@@ -42,7 +51,7 @@ def errors(
             if at >= len(counts):
                 continue
             said = {
-                name: BIN_S * forecast.at_horizon(ahead_s, (n + 1) * BIN_S).rate
+                name: BIN_S * forecast.at_horizon(ahead_s - BIN_S / 2, (n + 1) * BIN_S).rate
                 for name, forecast in forecasts.items()
             }
             said["last minute"] = float(count)
@@ -72,12 +81,13 @@ def main() -> None:
     series: dict[str, tuple[NDArray[np.float64], NDArray[np.float64] | None, int]] = {}
     for shape in SHAPES:
         at_s, values = week(shape)
-        minutes = np.arange(0.0, 7 * DAY_S, BIN_S) + BIN_S / 2
-        rate = np.interp(minutes, at_s, values) / values.max() * args.peak * base * BIN_S
-        counts = np.random.default_rng(0).poisson(rate).astype(float)
-        series[f"week of {shape}"] = counts, rate, 2 * round(DAY_S / BIN_S)
-    minute = (trace.arrival_s // BIN_S).astype(int)
-    hour = np.bincount(minute)[: math.floor(trace.seconds / BIN_S)].astype(float)
+        middles = np.arange(0.0, 7 * DAY_S, STEP_S) + STEP_S / 2
+        rate = np.interp(middles, at_s, values) / values.max() * args.peak * base * STEP_S
+        counts = np.random.default_rng(0).poisson(rate).astype(float).reshape(-1, STEPS)
+        minutes = rate.reshape(-1, STEPS).sum(axis=1)
+        series[f"week of {shape}"] = counts, minutes, 2 * round(DAY_S / BIN_S)
+    step, whole = (trace.arrival_s // STEP_S).astype(int), math.floor(trace.seconds / BIN_S)
+    hour = np.bincount(step)[: whole * STEPS].astype(float).reshape(-1, STEPS)
     series["hour of conversation"] = hour, None, 10
     print(
         "| counts a minute | forecast | " + " | ".join(f"{s / 60:.0f} min" for s in AHEAD_S) + " |"

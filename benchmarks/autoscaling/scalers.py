@@ -10,8 +10,9 @@ import numpy as np
 
 from benchmarks.autoscaling.day import Day
 from benchmarks.autoscaling.traffic_means import TrafficMeans
+from headrace.autoscaling.arrivals import METRICS_DELAY_S
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
+from headrace.autoscaling.forecast import BIN_S, STEP_S, RateForecast, RateForecaster
 from headrace.autoscaling.replica_counts import ReplicaCosts, ReplicaCounts, decide
 from headrace.disaggregation import TrafficLoad
 from headrace_lab.simulate.hardware import Hardware, prefill_s
@@ -58,11 +59,12 @@ class Ours:
         self.prices = prices if start_price else ReplicaCosts(0.0)
         self.certain = not forecast
         self.forecast, self.traffic = RateForecaster(), TrafficMeans()
-        self.begin_s, self.bin_end_s, self.count = day.begin_s, BIN_S, 0
-        self.last = 0.0
+        self.begin_s, self.end_s, self.last = day.begin_s, 0.0, 0.0
+        self.open: list[int] = []
         if forecast:
-            for n, count in enumerate(day.before):
-                self.forecast.observe(float(count), (n + 1) * BIN_S)
+            parts = round(BIN_S / STEP_S)
+            for n, count in enumerate(np.repeat(day.before / parts, parts)):
+                self.forecast.observe(float(count), (n + 1) * STEP_S)
         self.told: list[ReplicaCounts] = []
 
     def __call__(self, look: FleetObservation) -> tuple[int, int]:
@@ -91,17 +93,20 @@ class Ours:
     def _ahead(self, ahead_s: float) -> RateForecast:
         if self.certain:
             return RateForecast(self.last, 0.0)
-        return self.forecast.at_horizon(ahead_s, self.begin_s + self.bin_end_s - BIN_S)
+        return self.forecast.at_horizon(METRICS_DELAY_S + ahead_s, self.begin_s + self.end_s)
 
     def _learn(self, look: FleetObservation) -> bool:
-        """Return whether there is something new to decide by: a minute's count."""
-        self.count += look.arrived
-        new = look.now_s >= self.bin_end_s
-        if new:
-            self.last = self.count / BIN_S
+        """Return whether there is something new to decide by: a step's count."""
+        step = max(0, math.ceil((look.now_s - self.end_s) / STEP_S) - 1)
+        self.open.extend([0] * (step + 1 - len(self.open)))
+        self.open[step] += look.arrived
+        new = False
+        while look.now_s >= self.end_s + STEP_S + METRICS_DELAY_S:
+            count, new = self.open.pop(0), True
+            self.end_s += STEP_S
+            self.last = count / STEP_S
             if not self.certain:
-                self.forecast.observe(float(self.count), self.begin_s + self.bin_end_s)
-            self.count, self.bin_end_s = 0, self.bin_end_s + BIN_S
+                self.forecast.observe(float(count), self.begin_s + self.end_s)
         if not len(look.ended):
             return new
         seen = look.requests[look.ended]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.autoscaling.traffic_means import KEPT, LEAST, TrafficMeans
 from headrace.autoscaling.capacity import ReplicaBounds, Slo, expected_in_time, find_need, in_time
-from headrace.autoscaling.forecast import RateForecast
+from headrace.autoscaling.forecast import STEP_S, RateForecast
 from headrace.autoscaling.load_average import decayed_average
 from headrace.autoscaling.replica_counts import ReplicaCosts, ReplicaCounts, decide
 from headrace.disaggregation import TrafficLoad
@@ -126,13 +126,13 @@ def test_of_equal_totals_the_one_with_the_fewest_changes_is_taken() -> None:
 
 def test_replicas_are_ordered_as_far_ahead_as_a_start_takes() -> None:
     few = decided((0, 2), {0.0: 1.0, 100.0: 6.0})
-    late = decided((0, 2), {0.0: 1.0, 130.0: 6.0})
+    late = decided((0, 2), {0.0: 1.0, 120.0 + STEP_S + 1.0: 6.0})
     assert few.total > 2, "the rise is within a start"
-    assert late.total == 2, "the rise is further away than a start takes"
+    assert late.total == 2, "a replica that the next decision orders serves in time"
 
 
 def test_a_replica_that_is_needed_again_before_a_start_pays_is_kept() -> None:
-    """start 120 s + (start 120 s + drain 30 s) = 270 s."""
+    """step 15 s + start 120 s + (start 120 s + drain 30 s) = 285 s."""
     kept = decided((0, 4), {0.0: 1.0, 260.0: RISE})
     gone = decided((0, 4), {0.0: 1.0, 600.0: RISE})
     assert kept.total == 4

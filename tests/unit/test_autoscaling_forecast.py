@@ -9,13 +9,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.autoscaling.forecast import AHEAD_S, BIN_S, DAY_S, RateForecast, RateForecaster
+from headrace.autoscaling.forecast import (
+    AHEAD_S,
+    BIN_S,
+    DAY_S,
+    STEP_S,
+    RateForecast,
+    RateForecaster,
+)
+
+STEPS = round(BIN_S / STEP_S)
 
 
 def fed(counts: list[float]) -> RateForecaster:
+    """A forecaster that has seen counts a minute, evenly over each."""
     forecast = RateForecaster()
-    for n, count in enumerate(counts, 1):
-        forecast.observe(count, n * BIN_S)
+    for n, count in enumerate(np.repeat(np.array(counts) / STEPS, STEPS).tolist(), 1):
+        forecast.observe(count, n * STEP_S)
+    return forecast
+
+
+def drawn(rng: np.random.Generator, rate: float, minutes: int) -> RateForecaster:
+    """A forecaster that has seen independent arrivals, so many a minute."""
+    forecast = RateForecaster()
+    for n, count in enumerate(rng.poisson(rate / STEPS, minutes * STEPS).tolist(), 1):
+        forecast.observe(float(count), n * STEP_S)
     return forecast
 
 
@@ -37,14 +55,16 @@ def test_a_steady_rise_is_expected_to_go_on_for_a_while() -> None:
 
 def test_noise_is_smoothed() -> None:
     rng = np.random.default_rng(0)
-    counts = rng.poisson(30.0, 600).astype(float)
+    steps = rng.poisson(30.0 / STEPS, (600, STEPS)).astype(float)
+    counts = steps.sum(axis=1)
     forecast, wrong, naive = RateForecaster(), [], []
-    for n, count in enumerate(counts[:-2], 1):
-        forecast.observe(float(count), n * BIN_S)
+    for n, minute in enumerate(steps[:-2], 1):
+        for count in minute:
+            forecast.observe(float(count), n * BIN_S)
         if n > 200:
             said = forecast.at_horizon(120.0, n * BIN_S).rate * BIN_S
             wrong.append(abs(said - counts[n + 1]))
-            naive.append(abs(count - counts[n + 1]))
+            naive.append(abs(minute.sum() - counts[n + 1]))
     assert np.mean(wrong) < 0.8 * np.mean(naive)
 
 
@@ -60,9 +80,33 @@ def test_the_days_before_tell_of_a_rise_an_hour_ahead() -> None:
     assert wise.rate > 1.5 * plain.rate
 
 
+def test_a_burst_is_followed_within_a_minute_and_forgotten_after_it() -> None:
+    """Traffic has been steady; then it rises tenfold in two minutes, and stays there."""
+    calm, rise = [60.0] * 120, [200.0, 400.0, 600.0]
+    at_s = BIN_S * (len(calm) + len(rise))
+    forecast = fed(calm + rise)
+    assert forecast.at_horizon(120.0, at_s).rate * BIN_S > 500.0
+    after = fed(calm + rise + [600.0] * 4)
+    assert after.at_horizon(120.0, at_s + 4 * BIN_S).rate * BIN_S == pytest.approx(600.0, rel=0.2)
+
+
+def test_a_wave_of_a_quarter_of_an_hour_is_followed() -> None:
+    """The rate goes from 1 to 24 requests a second and back in 900 s; its mean is 12.5."""
+    rng, wrong = np.random.default_rng(0), []
+    forecast = RateForecaster()
+
+    def rate(at_s: float) -> float:
+        return 12.5 - 11.5 * math.cos(2 * math.pi * at_s / 900.0)
+
+    for n in range(1, 241):
+        forecast.observe(float(rng.poisson(rate((n - 0.5) * STEP_S) * STEP_S)), n * STEP_S)
+        if n > 60:
+            wrong.append(forecast.at_horizon(90.0, n * STEP_S).rate - rate(n * STEP_S + 90.0))
+    assert np.sqrt(np.mean(np.square(wrong))) < 5.0
+
+
 def test_independent_arrivals_have_roots_with_a_deviation_of_a_half() -> None:
-    counts = np.random.default_rng(1).poisson(200.0, 700).astype(float)
-    forecast = fed(counts.tolist())
+    forecast = drawn(np.random.default_rng(1), 200.0, 700)
     assert forecast.at_horizon(120.0, 700 * BIN_S).root_sd == pytest.approx(0.6, abs=0.2)
 
 
@@ -87,14 +131,14 @@ def test_a_count_that_is_none_is_refused(count: float) -> None:
 def test_a_forecast_is_a_number_within_what_was_seen(counts: list[float], begin_s: float) -> None:
     forecast = RateForecaster()
     for n, count in enumerate(counts, 1):
-        forecast.observe(count, begin_s + n * BIN_S)
+        forecast.observe(count, begin_s + n * STEP_S)
     for ahead_s in AHEAD_S:
-        ahead = forecast.at_horizon(ahead_s, begin_s + len(counts) * BIN_S)
-        assert 0.0 <= ahead.rate * BIN_S <= 40.0 * max(counts) + 1e-6
+        ahead = forecast.at_horizon(ahead_s, begin_s + len(counts) * STEP_S)
+        assert 0.0 <= ahead.rate * STEP_S <= 40.0 * max(counts) + 1e-6
         assert math.isfinite(ahead.root_sd)
 
 
 def test_memory_does_not_grow() -> None:
     forecast = fed([5.0] * 200)
     longest = max(len(each) for each in forecast._open)
-    assert longest <= max(AHEAD_S) / BIN_S
+    assert longest <= max(AHEAD_S) / STEP_S + STEPS

@@ -2,8 +2,8 @@
 
 Serve calls each deployment's policy separately, about ten times a second. The decode role's policy
 records its replicas' metrics; both policies read the counts that were decided. `AutoscalerState`
-counts the requests of each minute, measures how long replicas take to start, and decides once a
-minute, or when a replica was added or removed.
+counts the requests of each quarter minute, measures how long replicas take to start, and decides
+after each, or when a replica was added or removed.
 
 After a restart of Serve's controller no traffic is known. Nothing is decided in the first minute,
 and no replica is stopped before the load was observed for `ReplicaCosts.stop_s`.
@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import NamedTuple
 
+from headrace.autoscaling.arrivals import METRICS_DELAY_S, ArrivalCounter
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
-from headrace.autoscaling.forecast import BIN_S, RateForecaster
+from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
 from headrace.autoscaling.load_average import decayed_average
 from headrace.autoscaling.replica_counts import ReplicaCosts, ReplicaCounts, decide
-from headrace.autoscaling.replica_metrics import AGE_S, REQUESTS, decode_metrics
+from headrace.autoscaling.replica_metrics import decode_metrics
 from headrace.disaggregation import TrafficLoad, load_of
 
 ROLES = ("prefill", "decode")
@@ -37,9 +37,6 @@ RECENT_STARTS = 9
 """Number of recent starts whose median is the expected start time. A single start that waited for a
 machine or for a quota does not change the median."""
 MAX_STARTS = 256
-REPLICA_TIMEOUT_S = 3600.0
-"""Seconds within which a replica that Serve does not list as running may return."""
-MAX_REPLICAS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +45,6 @@ class RoleStatus:
 
     running: int
     wanted: int
-
-
-class RequestTotal(NamedTuple):
-    """A replica's last count of its requests since its start, and when it was read."""
-
-    requests: float
-    at_s: float
 
 
 @dataclass(slots=True)
@@ -73,12 +63,10 @@ class AutoscalerState:
     load: TrafficLoad | None = None
     _loads: int = 0
     _seen: dict[str, RoleStatus] = field(default_factory=dict)
-    totals: dict[str, RequestTotal] = field(default_factory=dict)
-    _since_s: float | None = None
+    arrivals: ArrivalCounter = field(default_factory=ArrivalCounter)
     _started_s: float = -math.inf
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STARTS))
-    _count: float = 0.0
-    _bin_end_s: float | None = None
+    _end_s: float = -math.inf
     _polled_s: float = -1e18
     _decided_for: tuple[tuple[int, int], float] | None = None
     _orders: dict[str, deque[float]] = field(
@@ -126,16 +114,10 @@ class AutoscalerState:
             metrics: numbers by name, by replica.
         """
         self._polled_s = now_s
-        if self._bin_end_s is None or now_s - self._bin_end_s > 60 * BIN_S:
-            self._bin_end_s = now_s + BIN_S  # the first read, or the first after a long pause
-            self._count = 0.0
-        if self._since_s is None:
-            self._since_s = now_s
-        for name, one in metrics.items():
-            self._count += self._new(name, one, now_s)
-        while now_s >= self._bin_end_s:
-            self.forecast.observe(self._count, self._bin_end_s)
-            self._count, self._bin_end_s = 0.0, self._bin_end_s + BIN_S
+        self.arrivals.record(metrics, now_s)
+        for count, end_s in self.arrivals.closed(now_s):
+            self.forecast.observe(count, end_s)
+            self._end_s = end_s
         routers = [
             router for one in metrics.values() if (router := decode_metrics(one)) is not None
         ]
@@ -144,48 +126,23 @@ class AutoscalerState:
             part = max(1.0 / self._loads, POLL_INTERVAL_S / AVERAGING_S)
             self.load = decayed_average(self.load, load, part)
 
-    def _new(self, name: str, metrics: Mapping[str, float], now_s: float) -> float:
-        """Return the number of requests that a replica got since its last read.
-
-        At its first read, all requests of a replica count if the replica is younger than the state.
-        An older replica served requests before the state existed, so it counts from now on.
-        """
-        assert self._since_s is not None
-        total, before = float(metrics.get(REQUESTS, 0.0)), self.totals.pop(name, None)
-        self.totals[name] = RequestTotal(
-            total, now_s
-        )  # moves it to the end: ordered by time of read
-        while len(self.totals) > MAX_REPLICAS or self._oldest_s() < now_s - REPLICA_TIMEOUT_S:
-            del self.totals[next(iter(self.totals))]
-        if before is None:
-            return total if metrics.get(AGE_S, math.inf) <= now_s - self._since_s else 0.0
-        if total < before.requests:
-            return 0.0
-        # After a pause longer than a bin, count only the part of the requests for one bin.
-        return (total - before.requests) * min(1.0, BIN_S / max(BIN_S, now_s - before.at_s))
-
-    def _oldest_s(self) -> float:
-        return next(iter(self.totals.values())).at_s
-
     def decide(self) -> ReplicaCounts | None:
         """Return the counts to have; None while too little is known."""
         known_s = self.forecast.known_s
-        if self.load is None or self._bin_end_s is None or len(self._seen) < len(ROLES):
-            return None
-        if not known_s:
+        if self.load is None or known_s < BIN_S or len(self._seen) < len(ROLES):
             return None
         there = tuple(max(self._seen[role].running, self._seen[role].wanted) for role in ROLES)
         now = (there[0], there[1])
-        if self.counts is None or self._decided_for != (now, self._bin_end_s):
-            end_s = self._bin_end_s - BIN_S
-            self.counts = decide(
-                *(now, self.load, lambda ahead_s: self.forecast.at_horizon(ahead_s, end_s)),
-                *(self.slo, self.prices, self.bounds),
-            )
+        if self.counts is None or self._decided_for != (now, self._end_s):
+            self.counts = decide(now, self.load, self._ahead, self.slo, self.prices, self.bounds)
             if known_s < self.prices.stop_s:
                 self.counts = _no_fewer(self.counts, now, self.bounds)
-            self._decided_for = now, self._bin_end_s
+            self._decided_for = now, self._end_s
         return self.counts
+
+    def _ahead(self, ahead_s: float) -> RateForecast:
+        """Return the forecast from now on; the last closed step ended some time ago."""
+        return self.forecast.at_horizon(METRICS_DELAY_S + ahead_s, self._end_s)
 
 
 def _no_fewer(counts: ReplicaCounts, now: tuple[int, int], bounds: ReplicaBounds) -> ReplicaCounts:

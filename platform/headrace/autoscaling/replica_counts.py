@@ -25,7 +25,7 @@ from headrace.autoscaling.capacity import (
     expected_in_time,
     find_need,
 )
-from headrace.autoscaling.forecast import AHEAD_S, RateForecast
+from headrace.autoscaling.forecast import AHEAD_S, STEP_S, RateForecast
 from headrace.disaggregation import TrafficLoad
 
 Forecaster = Callable[[float], RateForecast]
@@ -86,8 +86,9 @@ def decide(
         load: means of a request; its rate is not used.
     """
     prefill, decode = _bounded(now, bounds)
-    soon = _most(forecast, prices.start_s)
-    later = _most(forecast, prices.start_s + prices.stop_s)
+    serves_s = STEP_S + prices.start_s  # a replica that the next decision orders
+    soon = _most(forecast, serves_s)
+    later = _most(forecast, serves_s + prices.stop_s)
     if bounds.decode[0] == 0 and later.rate * (prices.start_s + prices.stop_s) < 1.0:
         return ReplicaCounts(
             bounds.prefill[0], 0, f"idle: {3600 * later.rate:.2g} requests an hour"

@@ -18,6 +18,8 @@ REQUESTS = "headrace.requests"
 """Name of the metric: requests that the replica received since its start."""
 AGE_S = "headrace.age_s"
 """Name of the metric: seconds since the replica's start."""
+AT_S = "headrace.at_s"
+"""Name of the time at which the replica took these numbers; the policy adds it to them."""
 _TRAFFIC, _STEPS = "headrace.traffic.", "headrace.steps."
 _MOST = 1e15
 

@@ -23,6 +23,7 @@ from ray.serve.config import AutoscalingContext
 from headrace.autoscaling import autoscaler_state
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
 from headrace.autoscaling.replica_counts import ReplicaCosts
+from headrace.autoscaling.replica_metrics import AT_S, REQUESTS
 
 logger = logging.getLogger("ray.serve")
 
@@ -100,10 +101,13 @@ class AutoscalingPolicy:
 
 
 def _last(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> dict[str, dict[str, float]]:
-    """Return the newest value of each metric, by replica."""
+    """Return the newest value of each metric, and the time of its requests, by replica."""
     found: dict[str, dict[str, float]] = {}
     for name, replicas in metrics.items():
         for replica, series in replicas.items():
             if series:
-                found.setdefault(str(replica.unique_id), {})[name] = float(series[-1].value)
+                one = found.setdefault(str(replica.unique_id), {})
+                one[name] = float(series[-1].value)
+                if name == REQUESTS:
+                    one[AT_S] = float(series[-1].timestamp)
     return found
