@@ -114,7 +114,7 @@ class Bench:
         self.settings = SimulationSettings(warm_share=1 / periods, targets=targets)
 
     def ours(self, kind: type[Ours], asked: float) -> Played:
-        day = Day(self.work, np.zeros(0, np.int64), 0.0)
+        day = Day(self.work, np.zeros(0, np.int64))
         prices, slo = ReplicaCosts(self.start_s, DRAIN_S), Slo(TTFT_S, 0.0, ITL_S, asked)
         scaler = kind(self.hardware, slo, prices, self.bounds, day)
         return self._play(f"{kind.__name__} {asked:g}", scaler)

@@ -136,14 +136,13 @@ class Shape:
         step = (day.work.arrival_s // STEP_S).astype(int)
         counts = np.bincount(step, minlength=minutes * steps).reshape(-1, steps)
         forecast = RateForecaster()
-        for n, count in enumerate(np.repeat(day.before / steps, steps)):
-            forecast.observe(float(count), (n + 1) * STEP_S)
+        for count in np.repeat(day.before / steps, steps):
+            forecast.observe(float(count))
         self.said: list[dict[float, RateForecast]] = []
         for n in range(minutes):
-            for at, count in enumerate(counts[n], 1):
-                now_s = day.begin_s + n * BIN_S + at * STEP_S
-                forecast.observe(float(count), now_s)
-            said = {one: forecast.at_horizon(METRICS_DELAY_S + one, now_s) for one in SAID_S}
+            for count in counts[n]:
+                forecast.observe(float(count))
+            said = {one: forecast.at_horizon(METRICS_DELAY_S + one) for one in SAID_S}
             self.said.append(said)
 
     def known(self, minute: int, ahead_s: float) -> RateForecast:

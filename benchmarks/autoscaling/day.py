@@ -34,12 +34,10 @@ class Day(NamedTuple):
 
     Attributes:
         before: requests of each minute of the days before, from midnight on.
-        begin_s: of the workload's first second, on the clock of `before`.
     """
 
     work: Workload
     before: NDArray[np.int64]
-    begin_s: float
 
 
 def week(shape: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -73,4 +71,4 @@ def day_of(trace: Trace, shape: str, peak: float, seed: int, hours: float = 24.0
     rng = np.random.default_rng(seed)
     minutes = np.arange(0.0, begin_s, 60.0)
     before = rng.poisson(np.interp(minutes, grid_s, rate) * base * 60.0)
-    return Day(replace(plain, arrival_s=warped), before, begin_s)
+    return Day(replace(plain, arrival_s=warped), before)

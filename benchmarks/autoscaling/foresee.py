@@ -37,24 +37,20 @@ def errors(
         first: minute that is judged.
     """
     counts = steps.sum(axis=1)
-    forecasts = {"ours": RateForecaster(), "ours, no season": RateForecaster(seasonal=False)}
+    ours = RateForecaster()
     day = round(DAY_S / BIN_S)
     wrong: dict[str, dict[float, list[float]]] = {}
     for n, count in enumerate(counts):
-        for forecast in forecasts.values():
-            for at, part in enumerate(steps[n], 1):
-                forecast.observe(float(part), n * BIN_S + at * STEP_S)
+        for part in steps[n]:
+            ours.observe(float(part))
         if n < first:
             continue
         for ahead_s in AHEAD_S:
             at = n + round(ahead_s / BIN_S)
             if at >= len(counts):
                 continue
-            said = {
-                name: BIN_S * forecast.at_horizon(ahead_s - BIN_S / 2, (n + 1) * BIN_S).rate
-                for name, forecast in forecasts.items()
-            }
-            said["last minute"] = float(count)
+            found = BIN_S * ours.at_horizon(ahead_s - BIN_S / 2).rate
+            said = {"ours": found, "last minute": float(count)}
             said["mean of 5 minutes"] = float(counts[n - 4 : n + 1].mean())
             if at >= day:
                 said["a day before"] = float(counts[at - day])

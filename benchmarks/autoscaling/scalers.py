@@ -59,12 +59,12 @@ class Ours:
         self.prices = prices if start_price else ReplicaCosts(0.0)
         self.certain = not forecast
         self.forecast, self.traffic = RateForecaster(), TrafficMeans()
-        self.begin_s, self.end_s, self.last = day.begin_s, 0.0, 0.0
+        self.end_s, self.last = 0.0, 0.0
         self.open: list[int] = []
         if forecast:
             parts = round(BIN_S / STEP_S)
-            for n, count in enumerate(np.repeat(day.before / parts, parts)):
-                self.forecast.observe(float(count), (n + 1) * STEP_S)
+            for count in np.repeat(day.before / parts, parts):
+                self.forecast.observe(float(count))
         self.told: list[ReplicaCounts] = []
 
     def __call__(self, look: FleetObservation) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class Ours:
     def _ahead(self, ahead_s: float) -> RateForecast:
         if self.certain:
             return RateForecast(self.last, 0.0)
-        return self.forecast.at_horizon(METRICS_DELAY_S + ahead_s, self.begin_s + self.end_s)
+        return self.forecast.at_horizon(METRICS_DELAY_S + ahead_s)
 
     def _learn(self, look: FleetObservation) -> bool:
         """Return whether there is something new to decide by: a step's count."""
@@ -106,7 +106,7 @@ class Ours:
             self.end_s += STEP_S
             self.last = count / STEP_S
             if not self.certain:
-                self.forecast.observe(float(count), self.begin_s + self.end_s)
+                self.forecast.observe(float(count))
         if not len(look.ended):
             return new
         seen = look.requests[look.ended]

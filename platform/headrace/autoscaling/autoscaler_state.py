@@ -116,7 +116,7 @@ class AutoscalerState:
         self._polled_s = now_s
         self.arrivals.record(metrics, now_s)
         for count, end_s in self.arrivals.closed(now_s):
-            self.forecast.observe(count, end_s)
+            self.forecast.observe(count)
             self._end_s = end_s
         routers = [
             router for one in metrics.values() if (router := decode_metrics(one)) is not None
@@ -142,7 +142,7 @@ class AutoscalerState:
 
     def _ahead(self, ahead_s: float) -> RateForecast:
         """Return the forecast from now on; the last closed step ended some time ago."""
-        return self.forecast.at_horizon(METRICS_DELAY_S + ahead_s, self._end_s)
+        return self.forecast.at_horizon(METRICS_DELAY_S + ahead_s)
 
 
 def _no_fewer(counts: ReplicaCounts, now: tuple[int, int], bounds: ReplicaBounds) -> ReplicaCounts:
