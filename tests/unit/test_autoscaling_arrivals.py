@@ -59,7 +59,7 @@ def test_what_was_estimated_too_high_is_missing_in_the_next_step() -> None:
 
 
 def test_a_replica_that_is_gone_is_estimated_for_some_seconds_only() -> None:
-    polls = (0.0, {"a": (0.0, 900.0)}), (10.0, {"a": (10.0, 910.0)}), (600.0, {})
+    polls: list[Poll] = [(0.0, {"a": (0.0, 900.0)}), (10.0, {"a": (10.0, 910.0)}), (600.0, {})]
     assert counted(*polls) == pytest.approx(10.0 + arrivals.AHEAD_S)
 
 
@@ -75,7 +75,12 @@ def test_a_new_replica_counts_from_its_first_request() -> None:
 
 
 def test_requests_that_wake_a_role_without_replicas_count() -> None:
-    polls = (0.0, {}), (10.0, {}), (50.0, {"a": (5.0, 35.0)}), (90.0, {"a": (5.0, 75.0)})
+    polls: list[Poll] = [
+        (0.0, {}),
+        (10.0, {}),
+        (50.0, {"a": (5.0, 35.0)}),
+        (90.0, {"a": (5.0, 75.0)}),
+    ]
     assert counted(*polls) == 5.0
 
 
@@ -97,7 +102,7 @@ def test_a_replica_that_is_missing_in_one_look_counts_only_what_is_new(life: flo
 
 
 def test_a_replica_that_was_missing_for_long_counts_no_more_than_a_minute_of_it() -> None:
-    away = [(5.0 * n, {}) for n in range(1, 361)]
+    away: list[Poll] = [(5.0 * n, {}) for n in range(1, 361)]
     back = {"a": (3008.0, 10_805.0)}, {"a": (3008.0, 10_855.0)}
     polls = (0.0, {"a": (0.0, 9000.0)}), *away, (1805.0, back[0]), (1855.0, back[1])
     assert counted(*polls) == pytest.approx(100.0, rel=0.01)
