@@ -101,11 +101,10 @@ class EngineMeter:
     """Seconds that the proofs took from the arrival of the bytes, by kind of proof."""
     store_totals: dict[str, float] = field(default_factory=dict)
     """Number of blocks by event (`connector.stats`); bytes and seconds of loads."""
-    store_digests: list[bytes] = field(default_factory=list)
-    """Namespaces of this engine's blocks in the store, one for each worker; empty until the engine
-    has reported them."""
+    store_digest: bytes = b""
+    """Namespace of this engine's blocks in the store; empty until the engine has reported it."""
     store_states: tuple[int, ...] = ()
-    """Numbers of its cache groups of recurrent layers, which the engine reports with them."""
+    """Numbers of its cache groups of recurrent layers, which the engine reports with it."""
     usage: UsageBook = field(default_factory=UsageBook)
     """Sums of usage by tenant, and usage of the last requests."""
     block_use: BlockUse = field(default_factory=BlockUse)
@@ -199,18 +198,18 @@ class EngineMeter:
     def renewed(self, epoch: str) -> None:
         """Book a reset of the engine's caches: its blocks in the store are no longer its own."""
         self.kv_epoch = epoch
-        self.store_digests.clear()
+        self.store_digest = b""
 
     def store(
         self,
         counts: Mapping[str, int],
         loads: Iterable[StoreLoad],
-        digests: Iterable[bytes],
+        digest: bytes = b"",
         states: Iterable[int] = (),
     ) -> None:
         """Book what the KV store did since the last call."""
         self.store_states = tuple(states) or self.store_states
-        self.store_digests.extend(d for d in digests if d not in self.store_digests)
+        self.store_digest = digest or self.store_digest
         totals = self.store_totals
         for name, count in counts.items():
             totals[name] = totals.get(name, 0) + count

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 
-from headrace_kvstore.lookup.availability import MEDIA, AvailableRun, intersect
+from headrace_kvstore.lookup.availability import AvailableRun
 from headrace_kvstore.lookup.lookup_client import LookupClient
 from headrace_kvstore.lookup.store_view import StoreView
 from headrace_kvstore.node.node import StoreNode
@@ -23,33 +20,6 @@ from headrace_kvstore.settings.store_settings import StoreSettings
 from tests.support.kvnode import DIGEST, Engine, keys, settings, settled
 
 PATIENT_S = 60.0
-
-
-# What all workers are supplied with
-
-
-def test_of_each_block_the_slowest_medium_counts_and_of_each_medium_the_longest_wait() -> None:
-    one = [AvailableRun("dram", 2), AvailableRun("nvme", 3)]
-    other = [AvailableRun("nvme", 3), AvailableRun("remote", 9, 0.2)]
-    assert intersect([one, other]) == [AvailableRun("nvme", 3), AvailableRun("remote", 2, 0.2)]
-    assert intersect([one]) == one
-    assert intersect([one, []]) == [] == intersect([])
-
-
-runs = st.lists(
-    st.builds(AvailableRun, st.sampled_from(MEDIA), st.integers(1, 5), st.sampled_from([0.0, 0.5])),
-    max_size=4,
-)
-
-
-@given(st.lists(runs, min_size=1, max_size=3))
-def test_workers_are_joined_as_block_by_block(workers: list[list[AvailableRun]]) -> None:
-    expanded = [[s.medium for s in worker for _ in range(s.length)] for worker in workers]
-    count = min(map(len, expanded))
-    expected = [max((each[i] for each in expanded), key=MEDIA.index) for i in range(count)]
-    joined = intersect(workers)
-    assert [s.medium for s in joined for _ in range(s.length)] == expected
-    assert all(a.medium != b.medium for a, b in pairwise(joined))
 
 
 # What a node says
@@ -96,10 +66,8 @@ def test_a_lookup_is_no_use_of_a_block(node: StoreNode, engine: Engine) -> None:
 # Asking it
 
 
-def ask(
-    client: LookupClient, *numbers: int, digests: tuple[bytes, ...] = (DIGEST,)
-) -> list[AvailableRun]:
-    return asyncio.run(client.available_runs(digests, keys(*numbers), 0.0))
+def ask(client: LookupClient, *numbers: int, digest: bytes = DIGEST) -> list[AvailableRun]:
+    return asyncio.run(client.available_runs(digest, keys(*numbers), 0.0))
 
 
 @pytest.fixture
@@ -114,22 +82,21 @@ def test_the_node_s_answer_comes_over_its_socket(
 ) -> None:
     on_nvme_only(node, engine, 0, 1)
     assert ask(client, 0, 1, 2) == [AvailableRun("nvme", 2)]
-    assert ask(client, 0, digests=(DIGEST, b"another-worker..")) == []
-    assert ask(client, 0, digests=()) == []
+    assert ask(client, 0, digest=b"another-engine..") == []
     assert ask(client) == []
 
 
-def test_any_blocks_below_dram_are_found_for_all_workers(
+def test_any_blocks_below_dram_are_found(
     node: StoreNode, engine: Engine, client: LookupClient
 ) -> None:
     on_nvme_only(node, engine, 0, 2)
     engine.put(3)
 
-    def held(*digests: bytes) -> set[bytes]:
-        return asyncio.run(client.find_held(digests, keys(0, 1, 2)))
+    def held(digest: bytes) -> set[bytes]:
+        return asyncio.run(client.find_held(digest, keys(0, 1, 2)))
 
     assert held(DIGEST) == set(keys(0, 2))
-    assert held(DIGEST, b"another-worker..") == held() == set()
+    assert held(b"another-engine..") == set()
     node.close()
     assert held(DIGEST) == set()
 
@@ -140,7 +107,7 @@ def test_many_ask_at_once_and_each_gets_its_own_answer(
     on_nvme_only(node, engine, *range(8))
 
     async def all_at_once() -> list[list[AvailableRun]]:
-        wanted = (client.available_runs([DIGEST], keys(*range(n)), 0.0) for n in range(1, 9))
+        wanted = (client.available_runs(DIGEST, keys(*range(n)), 0.0) for n in range(1, 9))
         return list(await asyncio.gather(*wanted))
 
     assert asyncio.run(all_at_once()) == [[AvailableRun("nvme", n)] for n in range(1, 9)]
@@ -153,13 +120,13 @@ def test_a_node_that_was_restarted_is_asked_again(
     on_nvme_only(node, engine, 0)
 
     async def before_and_after() -> None:
-        assert await client.available_runs([DIGEST], keys(0), 0.0) == [AvailableRun("nvme", 1)]
+        assert await client.available_runs(DIGEST, keys(0), 0.0) == [AvailableRun("nvme", 1)]
         node.close()
-        assert await client.available_runs([DIGEST], keys(0), 0.0) == []
+        assert await client.available_runs(DIGEST, keys(0), 0.0) == []
         other = StoreNode(settings(tmp_path)).start()
         assert await asyncio.to_thread(settled, other, PATIENT_S)
         await asyncio.sleep(0.1)
-        assert await client.available_runs([DIGEST], keys(0), 0.0) == [AvailableRun("nvme", 1)]
+        assert await client.available_runs(DIGEST, keys(0), 0.0) == [AvailableRun("nvme", 1)]
         other.close()
         client.close()
 
@@ -213,7 +180,7 @@ def test_a_node_that_hangs_is_waited_for_once_and_the_loop_goes_on(
     client = LookupClient("arena", limit_s=1.0, retry_s=PATIENT_S, socket_folder=tmp_path)
 
     async def beside() -> tuple[list[AvailableRun], int]:
-        asked = asyncio.create_task(client.available_runs([DIGEST], keys(0), 0.0))
+        asked = asyncio.create_task(client.available_runs(DIGEST, keys(0), 0.0))
         turns = 0
         while not asked.done():
             turns += 1
@@ -235,7 +202,7 @@ def test_another_answer_counts_as_none(mute: Mute, tmp_path: Path, reply: Any) -
     client = LookupClient("arena", limit_s=limit_s, retry_s=PATIENT_S, socket_folder=tmp_path)
 
     async def answered() -> list[AvailableRun]:
-        asking = asyncio.create_task(client.available_runs([DIGEST], keys(0), 0.0))
+        asking = asyncio.create_task(client.available_runs(DIGEST, keys(0), 0.0))
         if isinstance(reply, bytes):
             request = await asyncio.to_thread(mute.heard, int(1e3 * PATIENT_S))
             assert request is not None
@@ -280,7 +247,7 @@ def test_a_view_joins_dram_and_what_lies_below(
 ) -> None:
     given = StoreSettings(name="arena", dram_bytes=node.settings.dram_bytes, folder=tmp_path)
     client = LookupClient("arena", limit_s=PATIENT_S, socket_folder=tmp_path)
-    view = StoreView(given, lambda: [DIGEST], hashes, 4, client)
+    view = StoreView(given, lambda: DIGEST, hashes, 4, client)
 
     def available_runs(tokens: int) -> list[AvailableRun]:
         return asyncio.run(view.available_runs(range(tokens), "", 1.0))
@@ -310,6 +277,6 @@ def test_a_store_that_asks_no_node_sees_dram_only(
         name="arena", dram_bytes=node.settings.dram_bytes, folder=tmp_path, node=False
     )
     client = LookupClient("arena", limit_s=PATIENT_S, socket_folder=tmp_path)
-    view = StoreView(given, lambda: [DIGEST], hashes, 4, client)
+    view = StoreView(given, lambda: DIGEST, hashes, 4, client)
     assert asyncio.run(view.available_runs(range(9), "", 1.0)) == []
     view.close()

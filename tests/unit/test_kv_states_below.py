@@ -70,7 +70,7 @@ class Machine:
         opened = self.engine.connector._opened
         view = StoreView(
             opened.settings,
-            lambda: [opened.digest],
+            lambda: opened.digest,
             BlockHasher("sha256_cbor", BLOCK),
             BLOCK,
             LookupClient("ahead", limit_s=20.0, socket_folder=self._folder),

@@ -22,7 +22,7 @@ from headrace_kvstore.lookup.store_view import StoreView
 from headrace_kvstore.settings.store_settings import StoreSettings
 
 BLOCK, BLOCK_BYTES, LAYERS = 4, 4096, 2
-DIGESTS = [b"a" * 16, b"b" * 16]
+DIGEST = b"a" * 16
 
 
 def hashes(token_ids: Sequence[int], salt: str) -> list[bytes]:
@@ -44,8 +44,7 @@ def arena(settings: StoreSettings) -> Iterator[Arena]:
     with Arena.create_or_attach(
         "arena", 2**20, folder=settings.folder, block_bytes=BLOCK_BYTES, layers=LAYERS
     ) as arena:
-        for digest in DIGESTS:
-            arena.register_namespace(digest, BLOCK_BYTES, LAYERS)
+        arena.register_namespace(DIGEST, BLOCK_BYTES, LAYERS)
         yield arena
 
 
@@ -54,37 +53,30 @@ def put(arena: Arena, row: int, names: Sequence[bytes]) -> None:
     arena.publish(slots, np.zeros((len(names), LAYERS), np.uint64))
 
 
-def test_the_leading_blocks_that_every_worker_stored_are_held(
-    arena: Arena, settings: StoreSettings
-) -> None:
-    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+def test_the_leading_blocks_that_are_stored_are_held(arena: Arena, settings: StoreSettings) -> None:
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     prompt = list(range(18))
     assert view.held_tokens(prompt, "") == 0
-    put(arena, 0, hashes(prompt, "")[:3])
-    assert view.held_tokens(prompt, "") == 0, "the other worker's part is missing"
-    put(arena, 1, hashes(prompt, "")[:2])
+    put(arena, 0, hashes(prompt, "")[:2])
     assert view.held_tokens(prompt, "") == 2 * BLOCK
     assert view.held_tokens(prompt, "tenant") == 0
     assert view.held_tokens(prompt[:3], "") == 0, "less than a block"
-    arena.discard(1, hashes(prompt, "")[:1])
+    arena.discard(0, hashes(prompt, "")[:1])
     assert view.held_tokens(prompt, "") == 0, "a prefix begins at its beginning"
     view.close()
 
 
-def test_any_blocks_that_every_worker_stored_are_held(
-    arena: Arena, settings: StoreSettings
-) -> None:
-    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+def test_any_blocks_that_are_stored_are_held(arena: Arena, settings: StoreSettings) -> None:
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     names = hashes(list(range(18)), "")
-    put(arena, 0, names[:3])
-    put(arena, 1, names[1:])
+    put(arena, 0, names[1:3])
     assert view.holds(names) == [False, True, True, False]
     assert view.holds([]) == []
     view.close()
 
 
 def test_a_view_without_an_engine_holds_nothing(settings: StoreSettings) -> None:
-    view = StoreView(settings, lambda: [], hashes, BLOCK)
+    view = StoreView(settings, lambda: b"", hashes, BLOCK)
     assert view.holds([b"x" * 32, b"y" * 32]) == [False, False]
     view.close()
 
@@ -94,7 +86,7 @@ STATES = StateHits((1, 3))
 
 
 def with_states(settings: StoreSettings) -> StoreView:
-    return StoreView(settings, lambda: DIGESTS, hashes, BLOCK, states=lambda: STATES.recurrent)
+    return StoreView(settings, lambda: DIGEST, hashes, BLOCK, states=lambda: STATES.recurrent)
 
 
 def test_with_recurrent_layers_a_prefix_is_held_with_all_states_after_it(
@@ -102,12 +94,9 @@ def test_with_recurrent_layers_a_prefix_is_held_with_all_states_after_it(
 ) -> None:
     view, prompt = with_states(settings), list(range(18))
     names = hashes(prompt, "")
-    for row in range(2):
-        put(arena, row, [*names, *STATES.names(names[1]), STATES.name(names[2], 1)])
-    assert view.held_tokens(prompt, "") == 2 * BLOCK
+    put(arena, 0, [*names, *STATES.names(names[1]), STATES.name(names[2], 1)])
+    assert view.held_tokens(prompt, "") == 2 * BLOCK, "the other group's state is missing"
     put(arena, 0, [STATES.name(names[2], 3)])
-    assert view.held_tokens(prompt, "") == 2 * BLOCK, "the other worker's part is missing"
-    put(arena, 1, [STATES.name(names[2], 3)])
     assert view.held_tokens(prompt, "") == 3 * BLOCK
     whole = prompt[: 3 * BLOCK]
     assert view.held_tokens(whole, "") == 3 * BLOCK
@@ -121,10 +110,9 @@ def test_with_recurrent_layers_a_prefix_is_held_with_all_states_after_it(
 def test_with_recurrent_layers_states_are_pinned_too(arena: Arena, settings: StoreSettings) -> None:
     view, prompt = with_states(settings), list(range(18))
     names = hashes(prompt, "")
-    for row in range(2):
-        put(arena, row, [*names, *STATES.names(names[1])])
+    put(arena, 0, [*names, *STATES.names(names[1])])
     assert view.pin(prompt, "") == 2 * BLOCK
-    assert arena.stats()["pinned"] == 2 * (2 + 2)
+    assert arena.stats()["pinned"] == 2 + 2
     assert view.pin(prompt, "", pinned=False) == 2 * BLOCK
     assert arena.stats()["pinned"] == 0
     assert view.pin(list(range(50, 60)), "") == 0
@@ -133,7 +121,7 @@ def test_with_recurrent_layers_states_are_pinned_too(arena: Arena, settings: Sto
 
 
 def test_pinned_blocks_stay(arena: Arena, settings: StoreSettings) -> None:
-    view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     prompt = list(range(12))
     put(arena, 0, hashes(prompt, "")[:2])
     assert view.pin(prompt, "") == 2 * BLOCK
@@ -143,17 +131,16 @@ def test_pinned_blocks_stay(arena: Arena, settings: StoreSettings) -> None:
     view.close()
 
 
-def test_until_the_engine_has_told_its_namespaces_nothing_is_held_and_no_arena_made(
+def test_until_the_engine_has_told_its_namespace_nothing_is_held_and_no_arena_made(
     settings: StoreSettings,
 ) -> None:
-    known: list[bytes] = []
-    view = StoreView(settings, lambda: known, hashes, BLOCK)
+    view = StoreView(settings, lambda: b"", hashes, BLOCK)
     assert (view.held_tokens(range(8), ""), view.pin(range(8), ""), view.stats()) == (0, 0, {})
     assert not (settings.folder / "arena").exists()
 
 
 def test_an_arena_that_is_not_there_is_never_made(settings: StoreSettings) -> None:
-    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     assert (view.held_tokens(range(8), ""), view.pin(range(8), ""), view.stats()) == (0, 0, {})
     assert not (settings.folder / "arena").exists()
 
@@ -163,14 +150,14 @@ def test_an_arena_that_is_being_made_is_not_waited_for(settings: StoreSettings) 
     lock = FileLock(os.open(path, os.O_RDWR | os.O_CREAT))
     os.ftruncate(lock.fd, 2**20)
     with lock:
-        assert StoreView(settings, lambda: DIGESTS, hashes, BLOCK).held_tokens(range(8), "") == 0
+        assert StoreView(settings, lambda: DIGEST, hashes, BLOCK).held_tokens(range(8), "") == 0
     lock.close()
 
 
 def test_a_row_that_another_namespace_has_got_holds_nothing_of_ours(
     arena: Arena, settings: StoreSettings
 ) -> None:
-    view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     prompt = list(range(8))
     put(arena, 0, hashes(prompt, ""))
     assert view.held_tokens(prompt, "") == 2 * BLOCK
@@ -183,7 +170,7 @@ def test_a_view_follows_an_arena_that_was_replaced(
     arena: Arena, settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_kvstore.lookup.store_view.ARENA_CHECK_S", 0.0)
-    view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     prompt = list(range(8))
     put(arena, 0, hashes(prompt, ""))
     assert view.held_tokens(prompt, "") == 8
@@ -193,7 +180,7 @@ def test_a_view_follows_an_arena_that_was_replaced(
         "arena", 2**20, folder=settings.folder, block_bytes=BLOCK_BYTES, layers=LAYERS
     ) as after:
         assert view.held_tokens(prompt, "") == 0
-        row = after.register_namespace(DIGESTS[0], BLOCK_BYTES, LAYERS)
+        row = after.register_namespace(DIGEST, BLOCK_BYTES, LAYERS)
         put(after, row, hashes(prompt, "")[:1])
         assert view.held_tokens(prompt, "") == 4
     view.close()
@@ -202,7 +189,7 @@ def test_a_view_follows_an_arena_that_was_replaced(
 def test_an_arena_that_cannot_be_mapped_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "arena").write_bytes(b"no arena" * 1000)
     settings = StoreSettings(name="arena", dram_bytes=2**20, folder=tmp_path)
-    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+    view = StoreView(settings, lambda: DIGEST, hashes, BLOCK)
     assert view.held_tokens(range(8), "") == 0
 
 

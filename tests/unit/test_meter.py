@@ -305,7 +305,7 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
     store = {
         "loaded_dram": 2,
         "loads": [["dram", 4096, 0.5], ["nvme", 1024, 0.25]],
-        "digests": ["ab" * 16],
+        "digest": "ab" * 16,
         "states": [0, 2],
     }
     nested = {"NixlPullConnector": nixl, "HeadraceConnector": store}
@@ -313,7 +313,7 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
     logger.record(scheduler_stats(kv_connector_stats=store), None)
     assert meter.transfer_bytes_total == 100
     assert loads == 2 * [StoreLoad("dram", 4096, 0.5), StoreLoad("nvme", 1024, 0.25)]
-    assert meter.store_digests == [b"\xab" * 16] and meter.store_states == (0, 2)
+    assert meter.store_digest == b"\xab" * 16 and meter.store_states == (0, 2)
     assert meter.snapshot()["store"] == {
         "loaded_dram": 4,
         "load_bytes": 2 * 5120,
@@ -328,10 +328,10 @@ def test_after_a_reset_of_the_engine_none_of_the_stores_blocks_are_its_own(
     from headrace_engine.pull_proof.stats import TransferStats
 
     for data in ({}, TransferStats().data):
-        logger.record(scheduler_stats(kv_connector_stats={"digests": ["ab" * 16]}), None)
-        assert meter.store_digests
+        logger.record(scheduler_stats(kv_connector_stats={"digest": "ab" * 16}), None)
+        assert meter.store_digest
         logger.record(scheduler_stats(kv_connector_stats={**data, "epochs": ["aa"]}), None)
-        assert meter.store_digests == [] and meter.kv_epoch == "aa"
+        assert meter.store_digest == b"" and meter.kv_epoch == "aa"
 
 
 def test_where_steps_overlap_a_step_is_the_time_between_two_results(

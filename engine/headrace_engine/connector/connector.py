@@ -385,7 +385,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def _report_to_arena(self) -> None:
         """Begin to report to the arena, if the engine's blocks are there."""
         opened = self._opened
-        self._arena_reporter = ArenaReporter(self.arena, [opened.row]) if opened.about else None
+        self._arena_reporter = ArenaReporter(self.arena, opened.row) if opened.about else None
 
     def _prompted(self, hashes: Sequence[bytes]) -> None:
         if self._arena_reporter is not None:
@@ -416,7 +416,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         if first and not self._introduced:
             self._introduced = True
             if self._opened.about:
-                stats.data["digests"] = [self._opened.digest.hex()]
+                stats.data["digest"] = self._opened.digest.hex()
                 if self._opened.groups.states is not None:
                     stats.data["states"] = [*self._opened.groups.states.recurrent]
         return None if stats.is_empty() else stats

@@ -57,9 +57,9 @@ class StoreStats(KVConnectorStats):
     """Statistics since the last report.
 
     `data` is {event: blocks}. For planners it also has `loads`, lists as `LoadTime`, once
-    `digests`, the namespaces of the worker's blocks in hex, and `states`, the numbers of its cache
+    `digest`, the namespace of the engine's blocks in hex, and `states`, the numbers of its cache
     groups of recurrent layers if there are any; and after each reset `epochs`, in hex.
-    Then the engine no longer finds blocks by their hashes in these namespaces.
+    Then the engine no longer finds blocks by their hashes in this namespace.
     """
 
     def reset(self) -> None:

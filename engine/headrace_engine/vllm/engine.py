@@ -118,9 +118,9 @@ class MeterStatLogger(StatLoggerBase):
                 meter.proofs(transfers_by_event(data), seconds_by_event(data), unproven(data))
             else:
                 loads = [StoreLoad(*load) for load in data.get("loads", ())]
-                digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]
+                digest = bytes.fromhex(data.get("digest", ""))
                 counts = {k: v for k, v in data.items() if isinstance(v, int)}
-                meter.store(counts, loads, digests, data.get("states", ()))
+                meter.store(counts, loads, digest, data.get("states", ()))
 
     def _between_records(self, idle: bool) -> float | None:
         """Return the seconds since the last call; None if the engine was idle before.

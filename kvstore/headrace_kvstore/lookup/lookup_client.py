@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from headrace_kvstore.lookup.availability import AvailableRun, intersect
+from headrace_kvstore.lookup.availability import AvailableRun
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeClient
 
@@ -56,51 +56,50 @@ class LookupClient:
         self.failures: Counter[str] = Counter()
 
     async def available_runs(
-        self, digests: Sequence[bytes], hashes: Sequence[bytes], compute_s: float
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float
     ) -> list[AvailableRun]:
-        """Return the leading run of these blocks that the node could supply to every worker, by
-        medium; empty if the node is away. Never raises.
+        """Return the leading run of these blocks that the node could supply, by medium; empty if
+        the node is away. Never raises.
 
         Args:
-            digests: namespaces, one a worker.
+            digest: the blocks' namespace.
             compute_s: seconds of computing a block; a pull that takes as long is left out.
         """
-        if not digests or not hashes or time.monotonic() < self._retry_at_s:
-            return []
         names = [bytes(name) for name in hashes[:MAX_BLOCKS]]
-        asked = [self._client.ask(wire.Lookup(digest, names, compute_s)) for digest in digests]
-        replies = await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
-        answers = [reply for reply in replies if isinstance(reply, wire.LookupReply)]
-        for reply in replies:
-            if not isinstance(reply, wire.LookupReply):
-                self._failed(reply)
-        if len(answers) < len(digests) or not all(reply.below for reply in answers):
-            self._retry_at_s = time.monotonic() + self._retry_s
-        if len(answers) < len(digests):
+        reply = await self._ask(names, wire.Lookup(digest, names, compute_s))
+        if not isinstance(reply, wire.LookupReply):
             return []
-        return intersect([[AvailableRun(*run) for run in reply.runs] for reply in answers])
+        if not reply.below:
+            self._retry_at_s = time.monotonic() + self._retry_s
+        return [AvailableRun(*run) for run in reply.runs]
 
-    async def find_held(self, digests: Sequence[bytes], hashes: Sequence[bytes]) -> set[bytes]:
-        """Return which of these blocks a tier below DRAM has for every worker; none if the node is
-        away. Never raises.
+    async def find_held(self, digest: bytes, hashes: Sequence[bytes]) -> set[bytes]:
+        """Return which of these blocks a tier below DRAM has; none if the node is away. Never
+        raises.
 
         Args:
-            digests: as `available_runs`.
+            digest: as `available_runs`.
         """
-        if not digests or not hashes or time.monotonic() < self._retry_at_s:
-            return set()
         names = [bytes(name) for name in hashes[:MAX_BLOCKS]]
-        asked = [self._client.ask(wire.FindHeld(digest, names)) for digest in digests]
-        replies = await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
-        held = set(names)
-        for reply in replies:
-            if isinstance(reply, wire.HeldBlocks):
-                held &= {names[i] for i in reply.positions if i < len(names)}
-            else:
-                self._failed(reply)
-                self._retry_at_s = time.monotonic() + self._retry_s
-                held.clear()
-        return held
+        reply = await self._ask(names, wire.FindHeld(digest, names))
+        if not isinstance(reply, wire.HeldBlocks):
+            return set()
+        return {names[i] for i in reply.positions if i < len(names)}
+
+    async def _ask(self, names: Sequence[bytes], request: wire.Lookup | wire.FindHeld) -> object:
+        """Return the node's answer about these blocks; None if it is not asked or gives none."""
+        if not names or time.monotonic() < self._retry_at_s:
+            return None
+        reply: object
+        try:
+            reply = await asyncio.wrap_future(self._client.ask(request))
+        except Exception as error:
+            reply = error
+        if isinstance(reply, wire.LookupReply | wire.HeldBlocks):
+            return reply
+        self._failed(reply)
+        self._retry_at_s = time.monotonic() + self._retry_s
+        return None
 
     def _failed(self, reply: object) -> None:
         """Count an error or a reply that is no answer, and log the first of each kind."""

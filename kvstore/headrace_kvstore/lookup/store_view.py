@@ -35,7 +35,7 @@ class StoreView:
 
     Args:
         settings: of the engine's store.
-        digests: gives the namespaces of the engine's blocks, one a worker, once they are known.
+        digest: gives the namespace of the engine's blocks, empty until it is known.
         hashes: hashes blocks as the engine does.
         block_tokens: tokens of a block.
         lookup_client: asks the machine's node; None makes one.
@@ -46,23 +46,23 @@ class StoreView:
     def __init__(
         self,
         settings: StoreSettings,
-        digests: Callable[[], Sequence[bytes]],
+        digest: Callable[[], bytes],
         hashes: Hasher,
         block_tokens: int,
         lookup_client: LookupClient | None = None,
         states: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        self._settings, self._digests, self._states = settings, digests, states
+        self._settings, self._digest, self._states = settings, digest, states
         self._hashes, self._block_tokens = hashes, block_tokens
         self._lookup_client = lookup_client or LookupClient(
             settings.name, socket_folder=settings.socket_folder
         )
         self._arena: Arena | None = None
         self._look_at_s = 0.0
-        self._namespace_ids: list[int] = []
+        self._namespace_id: int | None = None
 
     def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
-        """Return how many leading tokens of a prompt have all workers' KV in DRAM. Never raises."""
+        """Return how many leading tokens of a prompt have KV in DRAM. Never raises."""
         hashes, held = self._look(token_ids, salt)
         return self._hit(hashes[:held]) * self._block_tokens
 
@@ -98,12 +98,12 @@ class StoreView:
         states = self._state_hits
         if states is not None:
             names = states.last_names(hashes)
-            end = self._hit(hashes, await self._lookup_client.find_held(self._digests(), names))
+            end = self._hit(hashes, await self._lookup_client.find_held(self._digest(), names))
             if end <= hit:
                 return here
         rest, below = hashes[held:end], list[AvailableRun]()
         if rest:
-            below = await self._lookup_client.available_runs(self._digests(), rest, compute_s)
+            below = await self._lookup_client.available_runs(self._digest(), rest, compute_s)
         if states is not None and sum(run.length for run in below) < len(rest):
             return here
         return [AvailableRun(DRAM, min(held, end))] * (held > 0) + below
@@ -128,12 +128,13 @@ class StoreView:
         return states.hit(hashes, lacking)
 
     def holds(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Return, for each block, whether DRAM has the parts of all workers. Never raises."""
-        if not hashes or not self._open() or self._arena is None:
+        """Return, for each block, whether DRAM has it. Never raises."""
+        opened = self._open()
+        if not hashes or opened is None:
             return [False] * len(hashes)
+        arena, namespace_id = opened
         try:
-            held = [self._arena.lookup(id, hashes) >= 0 for id in self._namespace_ids]
-            return [bool(one) for one in np.logical_and.reduce(held)]
+            return [bool(one) for one in arena.lookup(namespace_id, hashes) >= 0]
         except Exception:
             logger.exception("the arena cannot be read")
             return [False] * len(hashes)
@@ -147,21 +148,23 @@ class StoreView:
         """Pin a prompt's blocks in DRAM, or unpin them; with recurrent layers, those of the longest
         hit and the states after it. Return how many leading tokens of the prompt are there and,
         with `pinned`, are pinned: pins have a limit (`Arena.pin`)."""
-        if not self._open() or self._arena is None:
+        opened = self._open()
+        if opened is None:
             return 0
+        arena, namespace_id = opened
         hashes, after, states = self._hashes(token_ids, salt), list[bytes](), self._state_hits
         if states is not None:
             hashes = hashes[: self.held_tokens(token_ids, salt) // self._block_tokens]
             after = states.names(hashes[-1]) if hashes else []
-        each = [self._arena.pin(id, [*hashes, *after], pinned) for id in self._namespace_ids]
-        held = np.logical_and.reduce(each)
+        held = arena.pin(namespace_id, [*hashes, *after], pinned)
         if after and not held.all():
             return 0
         return _leading(held[: len(hashes)]) * self._block_tokens
 
     def stats(self) -> dict[str, Any]:
         """Return the arena's statistics; empty while it is not known."""
-        return self._arena.stats() if self._open() and self._arena is not None else {}
+        opened = self._open()
+        return {} if opened is None else opened[0].stats()
 
     def close(self) -> None:
         """Close the arena and the connection to the node."""
@@ -171,38 +174,37 @@ class StoreView:
             arena.close()
 
     def _look(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
-        """Return the hashes of a prompt's full blocks, and how many leading ones all workers have
-        in DRAM."""
-        if len(token_ids) < self._block_tokens or not self._open() or self._arena is None:
+        """Return the hashes of a prompt's full blocks, and how many leading ones DRAM has."""
+        opened = self._open() if len(token_ids) >= self._block_tokens else None
+        if opened is None:
             return [], 0
+        arena, namespace_id = opened
         try:
             hashes = self._hashes(token_ids, salt)
-            held = [self._arena.lookup(id, hashes) >= 0 for id in self._namespace_ids]
-            return hashes, _leading(np.logical_and.reduce(held))
+            return hashes, _leading(arena.lookup(namespace_id, hashes) >= 0)
         except Exception:
             logger.exception("the arena cannot be read")
             return [], 0
 
-    def _open(self) -> bool:
-        """Map the arena if need be; return whether the engine's namespaces are in it."""
-        digests = self._digests()
+    def _open(self) -> tuple[Arena, int] | None:
+        """Map the arena if need be. Return it and the id of the engine's namespace; None if the
+        namespace is not in it."""
+        digest = self._digest()
         self._leave_replaced()
-        if self._namespace_ids and self._arena is not None:
-            known = [self._arena.namespace_info(id).digest for id in self._namespace_ids]
-            if known == list(digests):
-                return True
-            self._namespace_ids = []  # given to another namespace, after the engine had ended
-        if not digests:
-            return False
+        if self._namespace_id is not None and self._arena is not None:
+            if self._arena.namespace_info(self._namespace_id).digest == digest:
+                return self._arena, self._namespace_id
+            self._namespace_id = None  # given to another namespace, after the engine had ended
+        if not digest:
+            return None
         if self._arena is None:
             try:
                 self._arena = Arena.attach(self._settings.name, self._settings.folder)
             except (OSError, ValueError) as error:
                 logger.error("no view of the arena %s: %s", self._settings.name, error)
-                return False
-        ids = [self._arena.find_namespace(digest) for digest in digests]
-        self._namespace_ids = [] if None in ids else [id for id in ids if id is not None]
-        return bool(self._namespace_ids)
+                return None
+        self._namespace_id = self._arena.find_namespace(digest)
+        return None if self._namespace_id is None else (self._arena, self._namespace_id)
 
     def _leave_replaced(self) -> None:
         """Close the arena if another one has taken its name."""
@@ -212,7 +214,7 @@ class StoreView:
             if self._arena.replaced():
                 logger.warning("the arena %s was replaced", self._settings.name)
                 self._arena.close()
-                self._arena, self._namespace_ids = None, []
+                self._arena = self._namespace_id = None
 
 
 def store_settings(transfer: Any) -> StoreSettings | None:

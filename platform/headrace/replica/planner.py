@@ -341,7 +341,7 @@ def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
     hasher = BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
     return StoreView(
         settings,
-        lambda: meter.store_digests,
+        lambda: meter.store_digest,
         hasher,
         cache.block_size,
         states=lambda: meter.store_states,

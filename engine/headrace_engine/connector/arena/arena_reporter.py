@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.blocks.slot_record import tenant_number
@@ -23,10 +23,10 @@ Report = Callable[[int], object]
 
 
 class ArenaReporter:
-    """Reporter to the arena, in each of the engine's namespaces, until `close`."""
+    """Reporter to the arena, in the engine's namespace, until `close`."""
 
-    def __init__(self, arena: Arena, rows: Iterable[int]) -> None:
-        self._arena, self._rows = arena, list(rows)
+    def __init__(self, arena: Arena, row: int) -> None:
+        self._arena, self._row = arena, row
         self._waiting: deque[Report] = deque(maxlen=WAITING_REPORTS)
         self._worker = DaemonThreadPool(1, "kv-report")
 
@@ -59,6 +59,4 @@ class ArenaReporter:
             self._worker.submit(self._report)
 
     def _report(self) -> None:
-        report = self._waiting.popleft()
-        for row in self._rows:
-            report(row)
+        self._waiting.popleft()(self._row)
