@@ -243,43 +243,5 @@ class GatewayMetrics(Protocol):
         """
 
 
-class NoMetrics:
+class NoMetrics(GatewayMetrics):
     """A receiver that ignores the metrics: the default."""
-
-    def request_done(
-        self,
-        model: str,
-        path: str,
-        status: int,
-        ttft_s: float | None,
-        seconds: float,
-        streamed: bool,
-    ) -> None:
-        """Ignore it."""
-
-    def tenant_done(self, tenant: str, model: str, status: int, tokens: int | None) -> None:
-        """Ignore it."""
-
-    def own_seconds(self, seconds: float) -> None:
-        """Ignore it."""
-
-    def refused(self, status: int, code: str) -> None:
-        """Ignore it."""
-
-    def techniques(self, applied: str) -> None:
-        """Ignore it."""
-
-    def replica_lost(self, model: str, when: str) -> None:
-        """Ignore it."""
-
-    def queued(self, model: str, slo: str, seconds: float) -> None:
-        """Ignore it."""
-
-    def queue(self, model: str, waiting: int, predicted_wait_s: float) -> None:
-        """Ignore it."""
-
-    def keys_stale(self, stale: bool) -> None:
-        """Ignore it."""
-
-    def state(self, model: str, ready: int, relaying: int, oldest_report_s: float) -> None:
-        """Ignore it."""
