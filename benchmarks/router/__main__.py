@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.decode_replica.prefix_index import chain_seed, hash_blocks
+from headrace.router.replica_planner.prefix_index import chain_seed, hash_blocks
 
 BLOCK_TOKENS = 128
 VOCABULARY = 49_152

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.decode_replica.prefill_targets import PrefillTarget
-from headrace.router.decode_replica.prefix_index import PrefixIndex, chain_seed, hash_blocks
+from headrace.router.replica_planner.prefill_targets import PrefillTarget
+from headrace.router.replica_planner.prefix_index import PrefixIndex, chain_seed, hash_blocks
 from tests.support.plans import TOKENS, gateway_plan
 
 BLOCK = 2

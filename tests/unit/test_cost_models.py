@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.router.decode_replica.cost_models import CostModels, OverheadModel, transfer_time
+from headrace.router.replica_planner.cost_models import CostModels, OverheadModel, transfer_time
 
 
 def test_a_transfer_is_taken_to_need_5_ms_and_1_ns_a_byte() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.router.decode_replica.engine_load import EngineLoad
-from headrace.router.decode_replica.prefill_breaker import PrefillBreaker
+from headrace.router.replica_planner.engine_load import EngineLoad
+from headrace.router.replica_planner.prefill_breaker import PrefillBreaker
 from headrace_engine.step_time import StepTime
 
 MODEL = StepTime()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.replica.plan_outcomes import TRAFFIC_REQUESTS, PlanOutcomes
-from headrace.router.decode_replica.cost_models import CostModels
 from headrace.router.plan import Plan
+from headrace.router.replica_planner.cost_models import CostModels
 from tests.support.clock import Clock
 
 

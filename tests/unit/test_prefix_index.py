@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace.router.decode_replica.prefix_index import PrefixIndex, chain_seed, hash_blocks
+from headrace.router.replica_planner.prefix_index import PrefixIndex, chain_seed, hash_blocks
 
 SEED = chain_seed("")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.decode_replica.prefill_targets import ANY
 from headrace.router.placement.place import place
 from headrace.router.placement.request import PlacementRequest
+from headrace.router.replica_planner.prefill_targets import ANY
 from headrace_engine.step_time import StepTime
 from headrace_kvstore.lookup.availability import AvailableRun
 from tests.support.clock import Clock
@@ -188,7 +188,7 @@ def test_two_replicas_spread_short_prompts_each_in_its_own_way(
             drawn[-1].append(request.affinity)
         return place(view, request)
 
-    monkeypatch.setattr("headrace.router.decode_replica.router.place", note)
+    monkeypatch.setattr("headrace.router.replica_planner.router.place", note)
     for _ in range(2):
         router = Router(RouterSettings(), Geometry(BLOCK, 100, 9, 9), Clock())
         drawn.append([])

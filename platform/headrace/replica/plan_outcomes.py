@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.router.decode_replica.cost_models import CostModels
 from headrace.router.plan import Plan
+from headrace.router.replica_planner.cost_models import CostModels
 from headrace_engine.step_time import pairs_of
 
 MAX_OUTCOMES = 1_000

@@ -4,10 +4,9 @@
 - `placement`: the price of each pair of replicas, the search, and the placement policies
 - `blocks`: the index of the KV blocks that each replica holds, updated from KV events
 - `cluster`: a gateway's state of all replicas, and its plans
-- `decode_replica`: a decode replica's own planner
+- `replica_planner`: a decode replica's own planner
 """
 
-from headrace.router.decode_replica.router import Router
 from headrace.router.plan import (
     Geometry,
     Plan,
@@ -15,6 +14,7 @@ from headrace.router.plan import (
     PrefillReport,
     RouterSettings,
 )
+from headrace.router.replica_planner.router import Router
 
 __all__ = [
     "Geometry",

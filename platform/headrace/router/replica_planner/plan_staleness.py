@@ -7,9 +7,9 @@ replica then makes its own plan. Pure.
 
 from __future__ import annotations
 
-from headrace.router.decode_replica.prefill_targets import PrefillTargets
 from headrace.router.placement.pair_search import LOCAL_PARTS, REMOTE_PARTS
 from headrace.router.plan import Plan, PlanRequest, Run
+from headrace.router.replica_planner.prefill_targets import PrefillTargets
 
 _PARTS = {
     kind: {f"{kind}.{part}" for part in (*parts, "total")}

@@ -21,18 +21,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.router.decode_replica.active_request import (
-    ActiveRequest,
-    computed_pairs,
-    computed_tokens,
-)
-from headrace.router.decode_replica.cost_models import CostModels
-from headrace.router.decode_replica.engine_load import EngineLoad
-from headrace.router.decode_replica.plan_log import PlanLog
-from headrace.router.decode_replica.plan_staleness import stale_reason
-from headrace.router.decode_replica.prefill_targets import ANY, PrefillTarget, PrefillTargets
-from headrace.router.decode_replica.prefix_index import PrefixIndex, chain_seed, hash_blocks
-from headrace.router.decode_replica.replica_view import ReplicaView
 from headrace.router.placement.place import place
 from headrace.router.placement.policies import make_policy
 from headrace.router.placement.request import PlacementRequest
@@ -43,6 +31,18 @@ from headrace.router.plan import (
     PrefillReport,
     RouterSettings,
 )
+from headrace.router.replica_planner.active_request import (
+    ActiveRequest,
+    computed_pairs,
+    computed_tokens,
+)
+from headrace.router.replica_planner.cost_models import CostModels
+from headrace.router.replica_planner.engine_load import EngineLoad
+from headrace.router.replica_planner.plan_log import PlanLog
+from headrace.router.replica_planner.plan_staleness import stale_reason
+from headrace.router.replica_planner.prefill_targets import ANY, PrefillTarget, PrefillTargets
+from headrace.router.replica_planner.prefix_index import PrefixIndex, chain_seed, hash_blocks
+from headrace.router.replica_planner.replica_view import ReplicaView
 from headrace_engine.kv_groups import BlockUse
 from headrace_engine.reporting.prompt_backlog import ReceivedPlans
 from headrace_engine.step_time import StepTime, pairs_of

@@ -10,11 +10,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.router.decode_replica.cost_models import OverheadModel
-from headrace.router.decode_replica.engine_load import EngineLoad
-from headrace.router.decode_replica.prefill_breaker import PrefillBreaker
-from headrace.router.decode_replica.prefix_index import PrefixIndex
 from headrace.router.plan import RouterSettings
+from headrace.router.replica_planner.cost_models import OverheadModel
+from headrace.router.replica_planner.engine_load import EngineLoad
+from headrace.router.replica_planner.prefill_breaker import PrefillBreaker
+from headrace.router.replica_planner.prefix_index import PrefixIndex
 from headrace_engine.step_time import StepTime
 
 ANY = ""

@@ -6,12 +6,12 @@ It has two nodes, this machine and all others, and one fit for all links.
 
 from __future__ import annotations
 
-from headrace.router.decode_replica.cost_models import CostModels
-from headrace.router.decode_replica.engine_load import EngineLoad
-from headrace.router.decode_replica.prefill_targets import PrefillTargets
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.pair_search import ELSEWHERE, WITHIN
 from headrace.router.plan import Geometry, RouterSettings
+from headrace.router.replica_planner.cost_models import CostModels
+from headrace.router.replica_planner.engine_load import EngineLoad
+from headrace.router.replica_planner.prefill_targets import PrefillTargets
 from headrace_engine.step_time import Prices, StepTime
 from headrace_kvstore.lookup.availability import DRAM, NVME
 

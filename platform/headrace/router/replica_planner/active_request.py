@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.router.decode_replica.prefill_targets import PrefillTarget
-from headrace.router.decode_replica.prefix_index import PrefixIndex
 from headrace.router.plan import Plan, Run
+from headrace.router.replica_planner.prefill_targets import PrefillTarget
+from headrace.router.replica_planner.prefix_index import PrefixIndex
 from headrace_engine.step_time import pairs_of
 
 
