@@ -32,7 +32,7 @@ from headrace_decode.http.vllm_environment import refuse_api_key, without_respon
 from headrace_decode.llm.planned_llm import Planning
 from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_decode.planning.blending_planner import BlendingPlanner
-from headrace_decode.planning.orchestrator import Orchestrator
+from headrace_decode.planning.prefill_executor import PrefillExecutor
 from headrace_decode.rendering.keys import BlockKeysRoute
 from headrace_decode.rendering.prompt_renderer import keys_route
 from headrace_decode.resume.recorder import RecordingMiddleware
@@ -186,10 +186,10 @@ class DecodeServer(PDDecodeServer):
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
         self._planner = self._wiring.make_planner(vllm_config, meter)
-        self._orchestrator = Orchestrator(self._planner)
-        meter.on_unproved.append(self._orchestrator.unproved)
+        self._prefill_executor = PrefillExecutor(self._planner)
+        meter.on_unproved.append(self._prefill_executor.unproved)
         return Planning(
-            orchestrator=self._orchestrator,
+            executor=self._prefill_executor,
             prefill_call=self._prefill,
             meter=meter,
             admission=make_prefill_admission(vllm_config, meter),
@@ -259,7 +259,7 @@ class DecodeServer(PDDecodeServer):
         loop = asyncio.get_running_loop()
 
         def update(replicas: frozenset[str]) -> None:
-            loop.call_soon_threadsafe(self._orchestrator.prefill_members, replicas)
+            loop.call_soon_threadsafe(self._prefill_executor.prefill_members, replicas)
 
         MEMBERS.watch(deployment_name("prefill", self._wiring.group), update)
 
@@ -373,7 +373,7 @@ class DecodeServer(PDDecodeServer):
 
     async def headrace_status(self) -> dict[str, Any]:
         """Return the JSON-able state of this replica, with its router's models."""
-        orchestrator = self._orchestrator
+        executor = self._prefill_executor
         return {
             "role": "decode",
             "deployment": serve.get_replica_context().deployment,
@@ -389,8 +389,8 @@ class DecodeServer(PDDecodeServer):
             "speculation": await self._speculation(),
             "blending": self.engine.llm.blending_counts(),
             "planning": {
-                "requests": orchestrator.requests_total,
-                "seconds": round(orchestrator.own_seconds_total, 6),
+                "requests": executor.requests_total,
+                "seconds": round(executor.own_seconds_total, 6),
             },
         }
 

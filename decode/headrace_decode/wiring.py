@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace_decode.planning.blending_planner import BlendingPlanner
-from headrace_decode.planning.orchestrator import Planner
+from headrace_decode.planning.prefill_executor import Planner
 from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.meter import EngineMeter

@@ -1,7 +1,8 @@
 """The real frontend of a decode replica over an engine that is a fake.
 
-Real are vLLM's `AsyncLLM.generate` and `OutputProcessor`, our `PlannedLLM` and `Orchestrator`, and
-the lines between the events. The engine core does as vLLM's: it ends when it gets a request twice.
+Real are vLLM's `AsyncLLM.generate` and `OutputProcessor`, our `PlannedLLM` and `PrefillExecutor`,
+and the lines between the events. The engine core does as vLLM's: it ends when it gets a request
+twice.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from headrace_decode.llm.planned_llm import PlannedLLM, Planning
 from headrace_decode.planning.fanout_limiter import FanoutLimiter
-from headrace_decode.planning.orchestrator import Orchestrator
+from headrace_decode.planning.prefill_executor import PrefillExecutor
 from headrace_decode.resume.recorder import RecordingMiddleware
 from headrace_decode.resume.scheduler import resume_tokens_of
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.step_time import StepTime
 from headrace_engine.vllm.llm import intercept_requests
-from tests.support.orchestrated import NEVER_S, PULL, RESULT, Planner, gate_for_one
+from tests.support.prefill_executor import NEVER_S, PULL, RESULT, Planner, gate_for_one
 
 VOCABULARY = 1000
 STEP_S = 0.002
@@ -215,7 +216,10 @@ class Frontend(PlannedLLM):
         self.planning = None
         if planner is not None:
             self.planning = Planning(
-                Orchestrator(planner), (prefill or PrefillSide()).call, self.meter, gate_for_one()
+                PrefillExecutor(planner),
+                (prefill or PrefillSide()).call,
+                self.meter,
+                gate_for_one(),
             )
         core.fail = self._fail
 
@@ -238,8 +242,8 @@ class Frontend(PlannedLLM):
         assert not processor.request_states and not processor.external_req_ids
         assert not processor.parent_requests
         if self.planning is not None:
-            orchestrator = self.planning.orchestrator
-            assert not orchestrator._active and not orchestrator._pulls
+            executor = self.planning.executor
+            assert not executor._active and not executor._pulls
 
 
 class Completions:

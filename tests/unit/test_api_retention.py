@@ -36,7 +36,7 @@ from headrace_engine.connector.retention import RequestRetention
 from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
 from headrace_prefill.server import PrefillServer
 from tests.support.contracts import find
-from tests.support.orchestrated import FakePlan
+from tests.support.prefill_executor import FakePlan
 
 OPENAI = (CHAT, COMPLETIONS, RESPONSES)
 

@@ -28,7 +28,7 @@ from headrace_engine.kv_transfer.handoff import (
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
 from headrace_engine.vllm.llm import lora_request
 from headrace_prefill.server import PrefillServer
-from tests.support.orchestrated import RESULT, FakePlan
+from tests.support.prefill_executor import RESULT, FakePlan
 
 
 class Call:
@@ -122,9 +122,9 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
         asked.append(request)
         return RESULT
 
-    orchestrator: Any = SimpleNamespace(verification=frozenset({"x"}))
+    executor: Any = SimpleNamespace(verification=frozenset({"x"}))
     parts: Any = SimpleNamespace(turn=None)
-    execution = PlanExecution(orchestrator, prefill, parts, parts)
+    execution = PlanExecution(executor, prefill, parts, parts)
     prompt = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}
     request = EngineRequest(prompt, SamplingParams(), "r", {})
     token = PLAN.set(b"as it came")
@@ -152,9 +152,9 @@ async def test_a_prefill_replica_gets_the_adapter_by_its_content() -> None:
         return AdapterRef("sql", digest, "/sql") if number == 7 else None
 
     adapters: Any = SimpleNamespace(ref_of=ref_of, record_remote_failure=failed.append)
-    orchestrator: Any = SimpleNamespace(verification=frozenset())
+    executor: Any = SimpleNamespace(verification=frozenset())
     parts: Any = SimpleNamespace(turn=None)
-    execution = PlanExecution(orchestrator, prefill, parts, parts, lambda: adapters)
+    execution = PlanExecution(executor, prefill, parts, parts, lambda: adapters)
     path = str(snapshot_root() / digest)
     options = {"lora_request": lora_request(replace(lora, path=path))}
     prompt = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}

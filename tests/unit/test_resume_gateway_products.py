@@ -1,6 +1,6 @@
 """Faults that come together: a stream's replica is lost, its KV does not come, its client is slow.
 
-Real are the gateway, the lines between the events, the orchestrator and vLLM's frontend, over
+Real are the gateway, the lines between the events, the prefill executor and vLLM's frontend, over
 loopback. Fakes are the engine cores, the prefill side and the serving layer (`tests.support.
 resuming`). `python -m benchmarks.chaos --products` does the same to processes.
 """
@@ -19,7 +19,7 @@ import pytest
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.relay import replica_monitor
-from tests.support.orchestrated import LATE_S, Planner, until
+from tests.support.prefill_executor import LATE_S, Planner, until
 from tests.support.resuming import Completions, Core, Frontend, PrefillSide, text
 from tests.unit.gateway_fakes import MODEL, ROUTES, TOKEN, FakeCluster
 from tests.unit.test_gateway_stream_resume import SlowClient

@@ -29,7 +29,7 @@ from headrace_decode.resume.emitted import (
 )
 from headrace_decode.resume.recorder import RECORDER, OutputRecorder
 from headrace_decode.resume.resumable_llm import vllm_drafter
-from tests.support.orchestrated import LATE_S, PULL, RESULT, Planner, until
+from tests.support.prefill_executor import LATE_S, PULL, RESULT, Planner, until
 from tests.support.resuming import Core, Frontend, PrefillSide, text, token
 
 PROMPT = [3, 5, 8]

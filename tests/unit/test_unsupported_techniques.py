@@ -11,13 +11,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from headrace_decode.llm.planned_llm import PlannedLLM, Planning
 from headrace_decode.planning.blending_planner import BlendingPlan, BlendingPlanner, blending_work
-from headrace_decode.planning.orchestrator import Orchestrator, Work
+from headrace_decode.planning.prefill_executor import PrefillExecutor, Work
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.kv_transfer.handoff import BLENDED_KEY, PrefillRequest
 from headrace_prefill.blending.engine.worker import BlendingWorkerPart
 from headrace_prefill.server import PrefillServer
-from tests.support.orchestrated import Planner
+from tests.support.prefill_executor import Planner
 
 MODES = {"sparse": ("auto", 0.1), "compression": ("request", 0.25)}
 
@@ -180,6 +180,6 @@ async def test_planners_hear_which_answers_others_can_use() -> None:
         planner.finished = lambda *_, told=told, **more: told.append(more)
         one = work(0)
         one = Work(**{n: getattr(one, n) for n in one.__slots__} | {"private_answer": private})
-        async for _ in Orchestrator(planner).run(one):
+        async for _ in PrefillExecutor(planner).run(one):
             pass
         assert told == ([{"shared": False}] if private else [{}])

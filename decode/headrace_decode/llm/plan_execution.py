@@ -1,4 +1,4 @@
-"""Carries out plans of a decode engine's requests: their form for the orchestrator."""
+"""Carries out plans of a decode engine's requests: their form for the prefill executor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_decode.http.internal_port import PLAN, REQUEST_ID, TENANT
 from headrace_decode.llm.engine_request import EngineRequest
 from headrace_decode.llm.request_params import with_transfer_params
 from headrace_decode.planning.fanout_limiter import FANOUT
-from headrace_decode.planning.orchestrator import Orchestrator, Plan, Work
+from headrace_decode.planning.prefill_executor import Plan, PrefillExecutor, Work
 from headrace_decode.resume.emitted import tokens_of_choice
 from headrace_decode.resume.recorder import RECORDER
 from headrace_decode.resume.resumable_llm import Generate
@@ -45,7 +45,7 @@ ReleaseCall = Callable[[str, dict[str, Any]], Awaitable[None]]
 class PlanExecution:
     """The parts with which a decode engine carries out the plans of its requests."""
 
-    orchestrator: Orchestrator
+    executor: PrefillExecutor
     prefill_call: PrefillCall
     """Call that prefills a prompt at another engine."""
     meter: EngineMeter
@@ -61,7 +61,7 @@ class PlanExecution:
         cached: CachedTokens,
         local_only: str | None,
     ) -> Work[Any]:
-        """Return a request in the orchestrator's form.
+        """Return a request in the prefill executor's form.
 
         Args:
             generate: starts the request on this replica's engine.
@@ -106,7 +106,7 @@ class PlanExecution:
                         priority=request.options.get("priority", 0),
                         trace_headers=span_headers,
                         plan_id=plan.plan_id,
-                        check=plan.replica in self.orchestrator.verification,
+                        check=plan.replica in self.executor.verification,
                         blending=((params.extra_args or {}).get(PARAMS_KEY) or {}).get(
                             BLENDING_KEY
                         ),

@@ -1,4 +1,4 @@
-"""The decode engine's frontend: an `AsyncLLM` whose `generate` goes through the orchestrator.
+"""The decode engine's frontend: an `AsyncLLM` whose `generate` goes through the prefill executor.
 
 Every request passes through `generate`, below vLLM's OpenAI layer, with its prompt as token ids.
 Chat, completions, tools and structured output are therefore planned in the same way, and vLLM
@@ -273,9 +273,7 @@ class PlannedLLM(ResumableLLM):
             local_only = self._why_local(request)
             work = self.planning.work(request, generate, self._release_kv_of, cached, local_only)
             work = replace(work, private_answer=is_private)
-            return self.planning.orchestrator.run(
-                work if plan is None else blending_work(work, plan)
-            )
+            return self.planning.executor.run(work if plan is None else blending_work(work, plan))
 
         outputs = self.recorded(request.prompt, params, run, cached.correct)
         async with aclosing(outputs):

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from headrace_decode.planning.orchestrator import Work
+from headrace_decode.planning.prefill_executor import Work
 from headrace_engine.kv_transfer.handoff import BLENDED_KEY
 from headrace_kvstore.identity.salts import isolated_salt
 

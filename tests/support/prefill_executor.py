@@ -1,4 +1,4 @@
-"""The sides of an orchestrator, as fakes: the decode engine, the prefill side and the planner.
+"""The sides of a prefill executor, as fakes: the decode engine, the prefill side and the planner.
 
 Each does as a test says and keeps what it was asked; time-outs are real but short.
 """
@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_decode.planning.orchestrator import Orchestrator, Plan, Work
+from headrace_decode.planning.prefill_executor import Plan, PrefillExecutor, Work
 from headrace_engine.kv_transfer.handoff import PrefillResult
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.prefill_admission import PrefillAdmission
@@ -204,10 +204,10 @@ def work(
     )
 
 
-async def answer(orchestrator: Orchestrator, request: Work[Output]) -> list[int]:
+async def answer(executor: PrefillExecutor, request: Work[Output]) -> list[int]:
     """All tokens of a request that is read to its end."""
     tokens: list[int] = []
-    async with aclosing(orchestrator.run(request)) as outputs:
+    async with aclosing(executor.run(request)) as outputs:
         async for output in outputs:
             tokens += output.tokens
     return tokens
@@ -252,8 +252,8 @@ async def hang_up(task: asyncio.Task[Any]) -> None:
         await task
 
 
-def assert_forgotten(orchestrator: Orchestrator) -> None:
+def assert_forgotten(executor: PrefillExecutor) -> None:
     """Nothing of finished requests is kept."""
-    assert not orchestrator._active
-    assert not orchestrator.cleanups
-    assert not orchestrator._pulls
+    assert not executor._active
+    assert not executor.cleanups
+    assert not executor._pulls

@@ -49,7 +49,7 @@ Output = TypeVar("Output")
 
 
 class Plan(Protocol):
-    """The part of a plan that the orchestrator carries out."""
+    """The part of a plan that the prefill executor carries out."""
 
     @property
     def prefill(self) -> str | None: ...
@@ -89,7 +89,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[Output]):
-    """One request, as the orchestrator sees it."""
+    """One request, as the prefill executor sees it."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -142,7 +142,7 @@ LATE_STEPS = 3
 POLL_INTERVAL_S = 0.02
 
 
-class Orchestrator:
+class PrefillExecutor:
     """An executor of requests that follows the planner's plans."""
 
     def __init__(self, planner: Planner):
