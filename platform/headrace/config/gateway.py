@@ -244,17 +244,6 @@ class GatewaySettings(Section):
         '`https://chat.example.com`; `"*"` is any site. Empty: none. The administration under '
         "`/headrace/` is never open to them.",
     )
-    allowed_methods: list[str] = Field(
-        default=["*"], description='HTTP methods that such pages may use; `"*"` is any.'
-    )
-    allowed_headers: list[str] = Field(
-        default=["*"], description='Request headers that such pages may send; `"*"` is any.'
-    )
-    allow_credentials: bool = Field(
-        default=False,
-        description="Whether browsers may send cookies and other credentials. "
-        "`allowed_origins` must then name the sites.",
-    )
     aliases: dict[ModelName, AliasWeights] = Field(
         default_factory=dict,
         max_length=1024,
@@ -357,12 +346,6 @@ class GatewaySettings(Section):
                 f"{self.max_body_bytes} (max_body_bytes), and a tenant may hold half of it; set at "
                 "least twice that"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _credentials_need_names(self) -> GatewaySettings:
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ValueError('allow_credentials: allowed_origins must name the sites, not "*"')
         return self
 
     @field_validator("trusted_proxies")

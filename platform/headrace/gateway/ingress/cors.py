@@ -17,9 +17,5 @@ def cors(
     if not settings.allowed_origins:
         return None
     return CORSMiddleware(
-        app,
-        allow_origins=settings.allowed_origins,
-        allow_credentials=settings.allow_credentials,
-        allow_methods=settings.allowed_methods,
-        allow_headers=settings.allowed_headers,
+        app, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
     )
