@@ -210,7 +210,7 @@ EXACT = ModelErrors(0.0, 0.0, 0.0, 0.0)
 def test_the_time_out_has_a_higher_floor_while_the_prefill_side_is_cold() -> None:
     p = price(pair(), 50, cached_prefill=49)
     assert remote_timeout_s(p, EXACT, SETTINGS, cold=True) == SETTINGS.timeout_cold_s
-    assert remote_timeout_s(p, EXACT, SETTINGS, cold=False) == SETTINGS.timeout_floor_s
+    assert remote_timeout_s(p, EXACT, SETTINGS, cold=False) == 1.0
     view = pair(settings=RouterSettings(policy="remote"))
     assert plan(view, 50).timeout_s == SETTINGS.timeout_cold_s
     view.engines["cold"] = False
@@ -248,8 +248,6 @@ def test_the_formula_names_every_part_with_its_number() -> None:
         ("itl_target_s", 0.0),
         ("ttft_target_s", 0.0),
         ("remeasure_s", 0.0),
-        ("timeout_factor", 0.5),
-        ("timeout_errors", -1.0),
         ("max_step_tokens", 0),
         ("retry_s", float("nan")),
     ],

@@ -175,25 +175,11 @@ class RouterSettings(Section):
         "prefill that would break it is done remotely, and one that keeps it costs them nothing. "
         "null: each second that a stream loses counts like a second of waiting.",
     )
-    timeout_floor_s: float = Field(
-        default=1.0, gt=0, description="Minimum timeout of a remote prefill, in seconds."
-    )
-    timeout_factor: float = Field(
-        default=4.0,
-        ge=1,
-        description="The timeout of a remote prefill is at least this many times its predicted "
-        "seconds. After the timeout, the decode replica prefills itself.",
-    )
-    timeout_errors: float = Field(
-        default=6.0,
-        ge=0,
-        description="The timeout is also at least the prediction plus this many times its root "
-        "mean square error.",
-    )
     timeout_cold_s: float = Field(
         default=15.0,
         gt=0,
-        description="Minimum timeout in seconds until a first remote prefill has succeeded.",
+        description="Minimum timeout of a remote prefill in seconds, until a first one has "
+        "succeeded. After the timeout, the decode replica prefills itself.",
     )
     retry_s: float = Field(
         default=5.0,

@@ -229,12 +229,8 @@ class RouterSettings:
     remeasure_s: float = 60.0
     #: Maximum prompt tokens of one step: longer prompts take several steps.
     max_step_tokens: int = 2048
-    #: A remote prefill may take ``max(floor, factor * predicted, predicted + errors * rms)``.
-    timeout_floor_s: float = 1.0
-    timeout_factor: float = 4.0
-    timeout_errors: float = 6.0
-    #: The floor for the first remote prefill, and for the first after a failure, as these include
-    #: handshake and warm-up.
+    #: Minimum timeout of the first remote prefill, and of the first after a failure, as these
+    #: include handshake and warm-up.
     timeout_cold_s: float = 15.0
     #: First and maximum wait after a failed remote prefill before a trial request is sent; the wait
     #: doubles with each failure.
@@ -248,13 +244,9 @@ class RouterSettings:
             target = getattr(self, name)
             if target is not None and not target > 0:
                 raise ValueError(f"router.{name} must be above 0, not {target}")
-        for name in ("remeasure_s", "timeout_floor_s", "timeout_cold_s", "retry_s", "retry_max_s"):
+        for name in ("remeasure_s", "timeout_cold_s", "retry_s", "retry_max_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"router.{name} must be above 0, not {getattr(self, name)}")
-        if not self.timeout_factor >= 1:
-            raise ValueError(f"router.timeout_factor must be 1 or more, not {self.timeout_factor}")
-        if not self.timeout_errors >= 0:
-            raise ValueError(f"router.timeout_errors must be 0 or more, not {self.timeout_errors}")
         if self.max_step_tokens < 1:
             raise ValueError(
                 f"router.max_step_tokens must be at least 1, not {self.max_step_tokens}"

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from headrace.router.placement.pair_search import LOCAL_PARTS, REMOTE_PARTS
 from headrace.router.plan import Kind, RouterSettings
 
+TIMEOUT_FLOOR_S, TIMEOUT_FACTOR, TIMEOUT_ERRORS = 1.0, 4.0, 6.0
+"""Timeout of a remote prefill: at least so many seconds, so many times its prediction, and the
+prediction plus so many times its root mean square error."""
+
 
 def cost_formula(p: Mapping[str, float]) -> str:
     """Return the whole comparison with its numbers, for one log line."""
@@ -84,5 +88,5 @@ def remote_timeout_s(
         errors.steps * (p["remote.queue"] + p["remote.compute"]),
         errors.transfer * p["remote.transfer"],
     )
-    floor = settings.timeout_cold_s if cold else settings.timeout_floor_s
-    return max(floor, settings.timeout_factor * t, t + settings.timeout_errors * rms)
+    floor = settings.timeout_cold_s if cold else TIMEOUT_FLOOR_S
+    return max(floor, TIMEOUT_FACTOR * t, t + TIMEOUT_ERRORS * rms)
