@@ -51,4 +51,4 @@ class Foresight(CostAware):
         ahead_s = np.maximum(self._slot_next_s - now_s, 0.5)
         ahead_s[self._slot_next_s < now_s] = np.inf
         saves = saved_s(table, self.seconds_per_byte("dram"))
-        return forest.density(saves / ahead_s, table["bytes"].astype(np.float64))
+        return forest.cover(saves / ahead_s / np.maximum(table["bytes"], 1))

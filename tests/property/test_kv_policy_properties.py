@@ -21,7 +21,6 @@ from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.hazard import AGES, CELLS, best_rate, fit
 from headrace_kvstore.policy.history import PACE_TURNS, usual_gap_s
 from headrace_kvstore.policy.recency import LRU
-from headrace_kvstore.policy.tree import Forest
 
 MAKERS = {
     "lru": lambda n: LRU(),
@@ -119,22 +118,6 @@ def test_all_that_can_go_goes(name: str, table: np.ndarray) -> None:
     chosen = MAKERS[name](len(table)).choose(table, 100.0, len(table)).tolist()
     expected = set(np.flatnonzero(table["state"] == READY).tolist()) - held
     assert set(chosen) == expected
-
-
-@given(table=tables(), data=st.data())
-@settings(max_examples=40)
-def test_densities_never_rise_with_depth_and_keep_the_total(
-    table: np.ndarray, data: st.DataObject
-) -> None:
-    n = len(table)
-    value = np.array(data.draw(st.lists(st.floats(0, 9), min_size=n, max_size=n)))
-    forest = Forest(table)
-    density = forest.density(value, np.ones(n))
-    used = table["state"] != FREE
-    assert np.isclose(density[used].sum(), value[used].sum())
-    for slot in np.flatnonzero(used).tolist():
-        if forest.parents[slot] >= 0:
-            assert density[slot] <= density[forest.parents[slot]] + 1e-9
 
 
 @st.composite

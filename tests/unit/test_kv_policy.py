@@ -197,19 +197,6 @@ def test_s3fifo_remembers_what_left_the_small_queue() -> None:
     assert store.choose(2) == [2, 3]
 
 
-def test_density_pools_a_child_that_is_worth_more_than_its_parent() -> None:
-    store = Store(MAKERS["lru"])
-    store.prompt([1, 2, 3], 0.0)
-    forest = Forest(store.table)
-    value = np.zeros(16)
-    value[[store.slot[b] for b in (1, 2, 3)]] = [1.0, 2.0, 6.0]
-    density = forest.density(value, np.ones(16))
-    assert density[[store.slot[b] for b in (1, 2, 3)]].tolist() == [3.0, 3.0, 3.0]
-    value[store.slot[1]] = 9.0
-    density = forest.density(value, np.ones(16))
-    assert density[[store.slot[b] for b in (1, 2, 3)]].tolist() == [9.0, 4.0, 4.0]
-
-
 def taught(slots: int = 32) -> Store:
     """A store that has seen 40 chats of two turns, 60 s apart, and 40 prompts that never return."""
     store = Store(lambda n: CostAware(np.zeros(1, state_dtype(512, 4096))), slots)

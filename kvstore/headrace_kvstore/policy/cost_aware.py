@@ -11,8 +11,8 @@ For a block b at time t,
   conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of the
   features that `history` has of each)
 
-A block is of no use without its ancestors, so groups of blocks are compared (`Forest.density`). The
-group of least worth is evicted first.
+A block is of no use without its ancestors, so each is worth at least as much as the blocks that
+need it (`tree.worst_first`). The block of least worth is evicted first.
 """
 
 from __future__ import annotations
@@ -143,17 +143,15 @@ class CostAware(Policy):
         if new >= min(REFIT_MOST, max(REFIT_PROMPTS, REFIT_SHARE * self._seen[1])):
             self._fit(now_s)
         forest = Forest(table)
-        worth = self.worth(table, forest, now_s)
-        return worst_first(table, forest, worth, now_s, need, among, covered=True)
+        return worst_first(table, forest, self.worth(table, forest, now_s), now_s, need, among)
 
     def worth(self, table: Table, forest: Forest, now_s: float) -> NDArray[np.float64]:
-        """Return the saved seconds per byte-second of each slot's group, shape (slots,)."""
+        """Return the saved seconds per byte-second of each slot in use, shape (slots,)."""
         rate = _carried(
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
-        return forest.density(
-            rate * saved_s(table, self.seconds_per_byte("dram")), table["bytes"].astype(np.float64)
-        )
+        worth: NDArray[np.float64] = rate * saved_s(table, self.seconds_per_byte("dram"))
+        return worth / np.maximum(table["bytes"], 1)
 
     def _waiting(
         self, keys: Keys, rows: Table, now_s: float

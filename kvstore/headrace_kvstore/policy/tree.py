@@ -52,17 +52,6 @@ class Forest:
         _block_ancestors(self.parents, held, blocked)
         return may_go & ~blocked
 
-    def density(self, value: _Floats, weight: _Floats) -> _Floats:
-        """Return the value per weight of the group of blocks that each block belongs to.
-
-        A child that is worth more per weight than its parent is worth having only together with
-        it, so the two form a group. Groups are merged from the leaves up and get less dense with
-        depth (the decomposition of W. A. Horn, Single-machine job sequencing with treelike
-        precedence ordering, SIAM J. Appl. Math. 23, 1972). Evicting by rising density, deepest
-        first within a group, then evicts leaves first, and loses least value for the weight freed.
-        """
-        return _density(self.parents, self.order, value, weight)
-
 
 def worst_first(
     table: Table,
@@ -71,17 +60,14 @@ def worst_first(
     now_s: float,
     need: int,
     among: Mask | None = None,
-    *,
-    covered: bool = False,
 ) -> Slots:
     """Return the `need` evictable slots of least score, leaves before parents, orphans before all.
 
-    `score`, (slots,), is changed. With `covered`, the caller promises that it never rises with
-    depth. Ancestors of blocks that may not be evicted stay. Equal scores: the deepest first.
+    `score`, (slots,), is changed. Ancestors of blocks that may not be evicted stay. Equal scores:
+    the deepest first.
     """
     score[forest.parents == ORPHAN] = -np.inf
-    if not covered:
-        forest.cover(score)
+    forest.cover(score)
     slots = np.flatnonzero(forest.removable(candidates(table, now_s, among)))
     if len(slots) > need:
         limit = np.partition(score[slots], need - 1)[need - 1] if need else -np.inf
@@ -157,57 +143,3 @@ def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
         while p >= 0 and not blocked[p]:
             blocked[p] = True
             p = parents[p]
-
-
-@jit(nogil=True)
-def _density(parents, order, value, weight):  # type: ignore[no-untyped-def]
-    """Compute each block's group density.
-
-    Groups are linked lists: `first`/`following` chain a group's child groups, `last` splices two
-    chains in one step. Once a group grew by a denser child its density only rises, so one pass over
-    the children decides.
-    """
-    n = len(parents)
-    first = np.full(n, -1, np.int32)
-    last = np.full(n, -1, np.int32)
-    following = np.full(n, -1, np.int32)
-    group = np.arange(n).astype(np.int32)
-    total, mass = value.copy(), weight.copy()
-    for i in order:
-        child, before = first[i], -1
-        while child >= 0:
-            after = following[child]
-            if total[child] * mass[i] > total[i] * mass[child]:
-                group[child] = i
-                total[i] += total[child]
-                mass[i] += mass[child]
-                if first[child] >= 0:  # its children follow all of ours
-                    following[last[i]] = first[child]
-                    last[i] = last[child]
-                    after = following[child]
-                if before < 0:
-                    first[i] = after
-                else:
-                    following[before] = after
-                if after < 0:
-                    last[i] = before
-            else:
-                before = child
-            child = after
-        p = parents[i]
-        if p >= 0:
-            following[i] = -1
-            if first[p] < 0:
-                first[p] = i
-            else:
-                following[last[p]] = i
-            last[p] = i
-    density = np.zeros(n)
-    for k in range(len(order) - 1, -1, -1):  # parents first, so that groups are named by their top
-        i = order[k]
-        top = i
-        while group[top] != top:
-            top = group[top]
-        group[i] = top
-        density[i] = total[top] / mass[top] if mass[top] > 0.0 else 0.0
-    return density
