@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 _Vector = NDArray[np.float64]
 _HUGE = 1e100
+CLIP = 4.0
+"""Limit of a residual, in running errors."""
+ERROR_MEMORY = 0.97
+"""Weight of the past in the running error."""
 
 
 class RecursiveLeastSquares:
@@ -36,7 +40,7 @@ class RecursiveLeastSquares:
     (Kulhavy, Restricted exponential forgetting in real-time identification, Automatica 23, 1987);
     ``P`` stays positive definite since ``1 + eps*q = lam*(1 + q) > 0``.
 
-    Residuals are clipped at ``clip`` times the running error, so one outlier moves the fit by no
+    Residuals are clipped at `CLIP` times the running error, so one outlier moves the fit by no
     more than a bad sample would. The first samples, one a coefficient, are never clipped: there is
     nothing yet that they could be outliers of. Two in a row that are clipped to the same side mean
     a lasting change: ``P`` starts again at the prior, and the next samples set the coefficients.
@@ -50,21 +54,17 @@ class RecursiveLeastSquares:
         *,
         error: float,
         forgetting: float = 0.995,
-        clip: float = 4.0,
-        error_memory: float = 0.97,
     ) -> None:
         if len(mean) != len(std) or not mean:
             raise ValueError("mean and std must have the same length, at least 1")
-        if not (0 < forgetting <= 1 and 0 < error_memory < 1 and clip > 0 and error > 0):
-            raise ValueError("forgetting in (0,1], error_memory in (0,1), clip > 0, error > 0")
+        if not (0 < forgetting <= 1 and error > 0):
+            raise ValueError("forgetting in (0,1], error > 0")
         self._theta: _Vector = np.asarray(mean, dtype=np.float64).copy()
         self._prior: NDArray[np.float64] = np.diag((np.asarray(std, dtype=np.float64) / error) ** 2)
         self._p = self._prior.copy()
         self._trace_limit = 10.0 * float(np.trace(self._prior))
         self._floor_diagonal = 1e-9 * self._prior.diagonal()
         self._forgetting = forgetting
-        self._clip = clip
-        self._mu = error_memory
         self._floor = 1e-6 * error
         self._mean_square = error * error
         self._nonnegative: tuple[float, ...] | None = None
@@ -90,7 +90,7 @@ class RecursiveLeastSquares:
         if not (math.isfinite(q) and q > 1e-300):
             return False
         error = y - float(self._theta @ phi)
-        limit = self._clip * math.sqrt(self._mean_square)
+        limit = CLIP * math.sqrt(self._mean_square)
         if self.samples < len(self._theta):
             limit = _HUGE
         residual = min(max(error, -limit), limit)
@@ -105,7 +105,7 @@ class RecursiveLeastSquares:
         p = self._p - ((lam * q - (1.0 - lam)) / (lam * q * (1.0 + q))) * np.outer(gain, gain)
         self._p = self._sound(0.5 * (p + p.T))
         self._mean_square = max(
-            self._mu * self._mean_square + (1.0 - self._mu) * residual * residual,
+            ERROR_MEMORY * self._mean_square + (1.0 - ERROR_MEMORY) * residual * residual,
             self._floor * self._floor,
         )
         self._nonnegative = None

@@ -20,7 +20,7 @@ def test_each_medium_has_a_speed_of_its_own() -> None:
 
 
 def test_a_call_overhead_is_a_mean_that_forgets() -> None:
-    model = OverheadModel(0.02, 0.05)
+    model = OverheadModel(0.02)
     for _ in range(100):
         model.observe(0.01)
     assert model.seconds() == pytest.approx(0.01, abs=0.001)
@@ -30,7 +30,7 @@ def test_a_call_overhead_is_a_mean_that_forgets() -> None:
 
 
 def test_a_call_overhead_is_never_negative() -> None:
-    model = OverheadModel(0.02, 0.05)
+    model = OverheadModel(0.02)
     for _ in range(100):
         model.observe(-0.5)
     assert model.seconds() == 0.0

@@ -91,7 +91,7 @@ class Node:
         return ProcessMatcher(self.token, self.temp_dir, [self.supervisor], self.shm_before)
 
 
-def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports on which nothing listens now, chosen at random. No two calls return the same.
 
     They lie below the kernel's range of ephemeral ports: the kernel may give one of those to
@@ -101,15 +101,13 @@ def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
         NodeError: there are not that many.
     """
     used = given_ports | {c.laddr.port for c in psutil.net_connections("inet") if c.laddr}
-    step = count if adjacent else 1
-    starts = list(range(FIRST_PORT, LAST_PORT - step, step))
-    secrets.SystemRandom().shuffle(starts)
+    candidates = list(range(FIRST_PORT, LAST_PORT))
+    secrets.SystemRandom().shuffle(candidates)
     ports: list[int] = []
-    for first in starts:
-        candidates = range(first, first + step)
-        if used.isdisjoint(candidates) and all(port_is_free("0.0.0.0", p) for p in candidates):
-            ports += candidates
-            if len(ports) >= count:
+    for port in candidates:
+        if port not in used and port_is_free("0.0.0.0", port):
+            ports.append(port)
+            if len(ports) == count:
                 given_ports.update(ports)
                 return ports
     raise NodeError(f"{count} free ports between {FIRST_PORT} and {LAST_PORT} were not found")

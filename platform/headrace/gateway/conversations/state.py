@@ -19,19 +19,18 @@ class ConversationState(StateRunner[TenantState]):
     """The conversation state of one event loop.
 
     Args:
-        open_store, read_secret, clock, threads: as for `StateRunner`.
+        open_store, read_secret, threads: as for `StateRunner`.
     """
 
     def __init__(
         self,
         open_store: Callable[[], RecordStore],
         read_secret: Callable[[], bytes],
-        clock: Callable[[], float] = time.time,
         *,
         threads: int = 1,
     ) -> None:
         super().__init__(
-            *(open_store, read_secret, TenantState, clock),
+            *(open_store, read_secret, TenantState, time.time),
             threads=threads,
             what="conversation state",
             refusals=refusals,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import ssl
 import time
-from collections.abc import Callable
 from typing import Any
 
 from headrace.config.file_stamp import ReloadSchedule
@@ -28,7 +27,6 @@ class ReloadingContext(ssl.SSLContext):
 
     Args:
         files: the files to read.
-        now_s: a monotonic clock.
 
     Raises:
         ValueError: the files cannot be used.
@@ -37,11 +35,11 @@ class ReloadingContext(ssl.SSLContext):
     def __new__(cls, *_: Any, **__: Any) -> ReloadingContext:
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
-    def __init__(self, files: TlsFiles, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._files, self._now_s = files, now_s
-        self._reload = ReloadSchedule(files.stamp(), now_s)
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._reload = ReloadSchedule(files.stamp(), time.monotonic)
         self._current = files.context()
-        self._next_check_s = now_s() + CHECK_INTERVAL_S
+        self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         """Run `ssl.SSLContext.wrap_bio` with the files' present content."""
@@ -49,7 +47,7 @@ class ReloadingContext(ssl.SSLContext):
         return self._current.wrap_bio(*args, **kwargs)
 
     def _reload_if_due(self) -> None:
-        now_s = self._now_s()
+        now_s = time.monotonic()
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + CHECK_INTERVAL_S

@@ -6,7 +6,7 @@ An administrator sees all tenants; any other key sees its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl
@@ -37,7 +37,6 @@ class UsageRoutes:
         ledger: the sums; None if none are kept.
         backends: the replicas of each model.
         body_reader: knows who may administer.
-        clock: Unix seconds.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class UsageRoutes:
         ledger: UsageLedger | None,
         backends: Sequence[ModelBackend],
         body_reader: BodyReader,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._ledger, self._backends = ledger, tuple(backends)
-        self._body_reader, self._clock = body_reader, clock
+        self._body_reader = body_reader
 
     def has(self, path: str) -> bool:
         """Return whether a path is one of these routes'."""
@@ -82,7 +80,7 @@ class UsageRoutes:
             raise ApiError(
                 404, "No usage is kept: gateway.usage.enabled is false.", code="no_usage"
             )
-        wanted, now_s = _query(target), self._clock()
+        wanted, now_s = _query(target), time.time()
         until_s = _time("until", wanted.get("until"), now_s, now_s)
         since_s = _time("since", wanted.get("since"), until_s - DEFAULT_S, now_s)
         if since_s > until_s:

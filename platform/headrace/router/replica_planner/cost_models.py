@@ -12,6 +12,9 @@ from typing import Any
 from headrace_engine.step_time import StepTime
 from headrace_kvstore.least_squares import LinearTime, RecursiveLeastSquares
 
+PRIOR_STD_S = 0.05
+"""Standard deviation of an overhead before it is measured."""
+
 
 class OverheadModel:
     """A fixed overhead in seconds: exponentially decaying mean of about 20 samples.
@@ -22,9 +25,9 @@ class OverheadModel:
     ``rms_error`` is in seconds.
     """
 
-    def __init__(self, prior_s: float, prior_std_s: float) -> None:
+    def __init__(self, prior_s: float) -> None:
         self._fit = RecursiveLeastSquares(
-            mean=(prior_s,), std=(prior_std_s,), error=prior_std_s, forgetting=0.95
+            mean=(prior_s,), std=(PRIOR_STD_S,), error=PRIOR_STD_S, forgetting=0.95
         )
 
     @property
@@ -72,9 +75,9 @@ class CostModels:
     #: Loading from the machine's KV store, by the medium that the engine reads.
     loads: dict[str, LinearTime] = field(default_factory=dict)
     #: Overhead of the remote call, without the prefill engine's queue and computation.
-    call: OverheadModel = field(default_factory=lambda: OverheadModel(0.020, 0.050))
+    call: OverheadModel = field(default_factory=lambda: OverheadModel(0.020))
     #: Time from the call's return to the first token, without the transfer and the decode step.
-    handoff: OverheadModel = field(default_factory=lambda: OverheadModel(0.005, 0.050))
+    handoff: OverheadModel = field(default_factory=lambda: OverheadModel(0.005))
     #: Count, bytes and seconds of the transfers that `transfer` learned from.
     transfers: dict[str, float] = field(
         default_factory=lambda: {"count": 0, "bytes": 0, "seconds": 0.0}

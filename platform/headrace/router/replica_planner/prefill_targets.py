@@ -45,7 +45,7 @@ class PrefillTarget:
     others_at_s: float
     measured_s: float
     load: EngineLoad = field(default_factory=EngineLoad)
-    others: OverheadModel = field(default_factory=lambda: OverheadModel(0.0, 0.050))
+    others: OverheadModel = field(default_factory=lambda: OverheadModel(0.0))
     cold: bool = True
     steps: StepTime | None = None
     shares_store: bool = False
