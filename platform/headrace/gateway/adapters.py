@@ -112,7 +112,6 @@ class AdapterAdmin:
                 503,
                 f"{len(answers) - len(failed)} of {len(answers)} replicas have loaded '{name}'; "
                 + "; ".join(f"{each['replica_id']}: {each['error']}" for each in failed),
-                kind="server_error",
                 code="adapter_incomplete",
                 param="lora_path",
             )

@@ -24,7 +24,8 @@ class ApiError(Exception):
     Args:
         status: the HTTP status.
         message: one sentence for a person.
-        kind: OpenAI's `type`, such as `invalid_request_error`.
+        kind: OpenAI's `type`; None for that of the status: `rate_limit_error` for 429,
+            `server_error` from 500 on, else `invalid_request_error`.
         code: OpenAI's `code`, for programs.
         param: the field of the request that is wrong, if one is.
         headers: more response headers.
@@ -35,7 +36,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         code: str | None = None,
         param: str | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
@@ -43,7 +44,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.kind = kind
+        of_client = "rate_limit_error" if status == 429 else "invalid_request_error"
+        self.kind = kind or ("server_error" if status >= 500 else of_client)
         self.code = code
         self.param = param
         self.headers: Headers = list(headers)
@@ -78,7 +80,6 @@ def key_is_busy(name: str, maximum: int) -> ApiError:
     return ApiError(
         429,
         f"The key '{name}' has {maximum} requests under way, which is its limit.",
-        kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers=[(b"retry-after", b"1")],
     )
@@ -89,7 +90,6 @@ def key_is_too_fast(name: str, maximum: int, wait_s: float) -> ApiError:
     return ApiError(
         429,
         f"The key '{name}' may send {maximum} requests a minute.",
-        kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers=[(b"retry-after", b"%d" % max(1, round(wait_s + 0.5)))],
     )
@@ -185,7 +185,6 @@ def too_many_requests(limit: int) -> ApiError:
     return ApiError(
         429,
         f"{limit} requests are in progress, which is the limit. Try again shortly.",
-        kind="rate_limit_error",
         code="too_many_requests",
         headers=[(b"retry-after", b"1")],
     )
@@ -238,7 +237,6 @@ def _overloaded(message: str, retry_after_s: float) -> ApiError:
     return ApiError(
         429,
         message,
-        kind="rate_limit_error",
         code="overloaded",
         headers=[(b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))],
     )
@@ -261,7 +259,6 @@ def _no_room(why: str) -> ApiError:
     return ApiError(
         429,
         f"{why} Try again shortly.",
-        kind="rate_limit_error",
         code="bodies_too_large",
         headers=[(b"retry-after", b"1"), (b"connection", b"close")],
     )
@@ -269,9 +266,7 @@ def _no_room(why: str) -> ApiError:
 
 def internal_error() -> ApiError:
     """500: a fault of the gateway."""
-    return ApiError(
-        500, "The gateway failed on this request.", kind="server_error", code="internal_error"
-    )
+    return ApiError(500, "The gateway failed on this request.", code="internal_error")
 
 
 def error_too_long(status: int, limit_bytes: int) -> ApiError:
@@ -281,7 +276,6 @@ def error_too_long(status: int, limit_bytes: int) -> ApiError:
         status,
         f"The replica explained its error with more than {limit_bytes} bytes, which are left out. "
         "Send fewer or smaller items to learn which one is wrong.",
-        kind="invalid_request_error" if status < 500 else "server_error",
         code="error_too_long",
     )
 
@@ -312,7 +306,6 @@ def replica_lost(when: str) -> ApiError:
     return ApiError(
         502,
         f"The replica died {when}. Send the request again.",
-        kind="server_error",
         code="replica_lost",
     )
 
@@ -352,7 +345,6 @@ def stopping() -> ApiError:
     return ApiError(
         503,
         "The gateway is shutting down and the drain period is over. Send the request again.",
-        kind="server_error",
         code=STOPPING,
         headers=[(b"retry-after", b"1"), (b"connection", b"close")],
     )
@@ -363,7 +355,6 @@ def no_replica(waited_s: float) -> ApiError:
     return ApiError(
         503,
         f"No replica was ready within {waited_s:g} s.",
-        kind="server_error",
         code="no_replica_ready",
         headers=[(b"retry-after", b"5")],
     )
@@ -374,7 +365,6 @@ def request_timeout(limit_s: float) -> ApiError:
     return ApiError(
         504,
         f"The request was not finished within {limit_s:g} s.",
-        kind="server_error",
         code="request_timeout",
         headers=[(b"connection", b"close")],
     )

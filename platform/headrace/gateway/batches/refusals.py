@@ -73,7 +73,6 @@ def too_many_batches(limit: int) -> ApiError:
         429,
         f"{limit} batches of this tenant are unfinished, which is the limit. Wait until one has "
         "ended, or cancel one.",
-        kind="rate_limit_error",
         code="too_many_batches",
         headers=[(b"retry-after", b"60")],
     )
@@ -94,7 +93,6 @@ def unavailable() -> ApiError:
     return ApiError(
         503,
         "The store of files and batches cannot be used now. Try again.",
-        kind="server_error",
         code="batches_unavailable",
         headers=[(b"retry-after", b"1")],
     )
@@ -110,6 +108,5 @@ def damaged(thread: str, name: str) -> ApiError:
     return ApiError(
         500,
         f"The kept record {thread}/{name} is damaged and is not used.",
-        kind="server_error",
         code="batches_damaged",
     )

@@ -100,7 +100,6 @@ def too_many_background(limit: int) -> ApiError:
         429,
         f"{limit} background responses of this model are in progress at this gateway, which is the "
         "limit. Try again later.",
-        kind="rate_limit_error",
         code="too_many_background_responses",
         headers=[(b"retry-after", b"5")],
     )
@@ -112,7 +111,6 @@ def unavailable() -> ApiError:
         503,
         "The store of conversation state cannot be used now. Try again, or send the whole "
         "conversation as input.",
-        kind="server_error",
         code="conversation_state_unavailable",
         headers=[(b"retry-after", b"1")],
     )
@@ -134,6 +132,5 @@ def damaged(thread: str, name: str) -> ApiError:
         500,
         f"The kept record {thread}/{name} is damaged and is not used. Send the whole conversation "
         "as input.",
-        kind="server_error",
         code="conversation_state_damaged",
     )
