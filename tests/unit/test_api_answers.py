@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace_decode.apis.middleware import ApiMiddleware
+from headrace_decode.apis.prompt_usage import USAGE, CachedTokens, PromptUsage
 from headrace_decode.apis.request_checks import EngineAbilities
-from headrace_decode.apis.usage import USAGE, CachedTokens, PromptUsage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

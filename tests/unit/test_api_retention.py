@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.apis.middleware import ApiMiddleware
+from headrace_decode.apis.prompt_usage import CachedTokens
 from headrace_decode.apis.request_checks import (
     CHAT,
     COMPLETIONS,
@@ -23,7 +24,6 @@ from headrace_decode.apis.request_checks import (
     fields_of,
 )
 from headrace_decode.apis.retention import RETENTION, requested_s
-from headrace_decode.apis.usage import CachedTokens
 from headrace_decode.http.internal_port import (
     INTERNAL_HEADER,
     MAX_RETENTION_HEADER,

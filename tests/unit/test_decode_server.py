@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.common import RUNNING_REQUESTS_KEY
 from vllm import SamplingParams
 
-from headrace_decode.apis.usage import CachedTokens
+from headrace_decode.apis.prompt_usage import CachedTokens
 from headrace_decode.http.internal_port import PLAN
 from headrace_decode.llm.engine_request import EngineRequest
 from headrace_decode.llm.plan_execution import PlanExecution

@@ -11,6 +11,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.gateway.relay.answer_tokens import MAX_READ_BYTES, answer_tokens
 from headrace.gateway.relay.request_history import (
     BIN_RATIO,
     MAX_FINISHED,
@@ -18,7 +19,6 @@ from headrace.gateway.relay.request_history import (
     FinishedRequest,
     RequestHistory,
 )
-from headrace.gateway.relay.usage import MAX_READ_BYTES, answer_tokens
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,

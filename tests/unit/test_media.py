@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from vllm import SamplingParams
 
-from headrace_decode.apis.usage import CachedTokens
+from headrace_decode.apis.prompt_usage import CachedTokens
 from headrace_decode.llm.engine_request import EngineRequest, why_local
 from headrace_decode.llm.plan_execution import PlanExecution
 from headrace_decode.llm.planned_llm import PlannedLLM

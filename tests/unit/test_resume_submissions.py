@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from headrace_decode.apis.usage import USAGE, PromptUsage
+from headrace_decode.apis.prompt_usage import USAGE, PromptUsage
 from headrace_decode.resume import output_replay
 from headrace_decode.resume.emitted import (
     EmittedChoice,

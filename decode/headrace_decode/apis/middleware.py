@@ -16,9 +16,9 @@ import msgspec
 
 from headrace_decode.apis import errors, messages, request_checks, responses, retention, usage
 from headrace_decode.apis.forced_tools import with_strict_tools
+from headrace_decode.apis.prompt_usage import USAGE, PromptUsage
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
 from headrace_decode.apis.retention import RETENTION
-from headrace_decode.apis.usage import USAGE, PromptUsage
 from headrace_decode.http.internal_port import MAX_RETENTION, REQUEST_ID, TENANT
 from headrace_engine.asgi_body import read_body, send_whole, with_body
 from headrace_engine.usage.request_usage import HEADER

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace_decode.apis.prompt_usage import CachedTokens
 from headrace_decode.apis.retention import RETENTION
-from headrace_decode.apis.usage import CachedTokens
 from headrace_decode.http.internal_port import PLAN, REQUEST_ID, TENANT
 from headrace_decode.llm.engine_request import EngineRequest
 from headrace_decode.llm.request_params import with_transfer_params

@@ -22,8 +22,8 @@ from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_decode.apis.prompt_usage import USAGE, CachedTokens
 from headrace_decode.apis.retention import RETENTION
-from headrace_decode.apis.usage import USAGE, CachedTokens
 from headrace_decode.attention.settings import settings_of as sparse_settings_of
 from headrace_decode.compression.engine.settings import settings_of as compression_settings_of
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished

@@ -18,11 +18,11 @@ from time import perf_counter
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
+from headrace.gateway.relay.answer_tokens import answer_tokens
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.headers import answer_headers
 from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relay.stream_relay import StreamRelay
-from headrace.gateway.relay.usage import answer_tokens
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply
 from headrace_decode import techniques
