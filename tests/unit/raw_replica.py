@@ -56,7 +56,7 @@ async def replica(*turns: Turn | bytes) -> AsyncIterator[tuple[Server, Upstream]
     server.turns = [always(server, turn) if isinstance(turn, bytes) else turn for turn in turns]
     listener = await asyncio.start_server(server.lead, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-    upstream = Upstream(connect_timeout_s=5.0)
+    upstream = Upstream()
     try:
         async with asyncio.timeout(LIMIT_S):
             yield server, upstream

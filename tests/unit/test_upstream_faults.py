@@ -24,7 +24,7 @@ from tests.unit.raw_replica import (
 async def test_a_replica_that_does_not_listen_got_nothing() -> None:
     async with replica(OK) as (server, upstream):
         pass
-    upstream = Upstream(connect_timeout_s=5.0)
+    upstream = Upstream()
     with pytest.raises(ReplicaLost) as lost:
         await asked(upstream, server)
     assert not lost.value.sent

@@ -204,9 +204,6 @@ class GatewaySettings(Section):
     request_timeout_s: float = Field(
         default=600, gt=0, description="Maximum seconds for one request, its stream included."
     )
-    connect_timeout_s: float = Field(
-        default=5, gt=0, description="Seconds to wait for a connection to a decode replica."
-    )
     queue_timeout_s: float = Field(
         default=120,
         gt=0,

@@ -198,7 +198,7 @@ class GatewayApp:
 
     def _make_parts(self) -> GatewayParts:
         settings, metrics = self.settings, self._metrics
-        upstream = Upstream(settings.connect_timeout_s)
+        upstream = Upstream()
         models = ModelTable(
             [
                 ServedModel(

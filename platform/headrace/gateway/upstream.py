@@ -26,6 +26,7 @@ __all__ = ["KEEPALIVE_S", "ReplicaLost", "Reply", "Upstream"]
 # Far below the 75 s for which a replica keeps an idle connection (`http_server.KEEPALIVE_S`), so
 # that the replica never closes a connection just as a request is sent on it.
 KEEPALIVE_S = 4.0
+CONNECT_TIMEOUT_S = 5.0
 _SILENT_PEER = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """TCP keep-alive options: a connection detects a vanished machine within about 30 s."""
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
@@ -44,7 +45,7 @@ class Upstream:
         connect_timeout_s: limit for each attempt to connect.
     """
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
         self.open_connections: set[_Connection] = set()
