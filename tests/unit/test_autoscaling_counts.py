@@ -140,7 +140,7 @@ def test_a_replica_that_is_needed_again_before_a_start_pays_is_kept() -> None:
 
 
 def test_the_lost_cache_makes_stopping_dearer() -> None:
-    dear = replace(PRICES, cache_s=500.0)
+    dear = replace(PRICES, drain_s=530.0)
     later = decide((0, 4), load(), lambda s: sure(RISE if s >= 600 else 1.0), SLO, dear, BOUNDS)
     assert later.total == 4
 

@@ -3,14 +3,14 @@
 A replica that is ordered now serves after `start_s`. Therefore the counts must meet the forecast
 for that time (`capacity.need`), and the need from now until then. An unneeded replica is worth
 keeping if it is needed again soon: stopping it saves its time from now until it would have to start
-again, and costs that start, the drain, and the time that its cache would have saved::
+again, and costs that start and the drain::
 
-    keep, if the forecast needs it within   start + (start + drain + cache)
+    keep, if the forecast needs it within   start + (start + drain)
 
 all in seconds of a replica's time. There is no other hysteresis.
 
 The last replica is stopped when no request is expected within the cost of a start plus its wait:
-`rate (start + start + drain + cache) < 1`.
+`rate (start + start + drain) < 1`.
 """
 
 from __future__ import annotations
@@ -39,23 +39,20 @@ class ReplicaCosts:
     Attributes:
         start_s: seconds from the order until it serves.
         drain_s: seconds from the order to stop until its engine is free.
-        cache_s: seconds of computation that the loss of its KV cache causes; blocks in the store
-            cost nothing.
     """
 
     start_s: float
     drain_s: float = 0.0
-    cache_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("start_s", "drain_s", "cache_s"):
+        for name in ("start_s", "drain_s"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
     @property
     def stop_s(self) -> float:
         """Seconds without need for a replica from which on stopping it saves more than it costs."""
-        return self.start_s + self.drain_s + self.cache_s
+        return self.start_s + self.drain_s
 
 
 @dataclass(frozen=True, slots=True)
