@@ -139,7 +139,7 @@ def test_a_replica_that_is_needed_again_before_a_start_pays_is_kept() -> None:
     assert gone.total < 4
 
 
-def test_the_lost_cache_makes_stopping_dearer() -> None:
+def test_a_longer_drain_makes_stopping_dearer() -> None:
     dear = replace(PRICES, drain_s=530.0)
     later = decide((0, 4), load(), lambda s: sure(RISE if s >= 600 else 1.0), SLO, dear, BOUNDS)
     assert later.total == 4
