@@ -38,7 +38,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.kv_events import GPU, KvEventProcessor, SourceSchema
+from headrace.router.blocks.kv_events import KvEventProcessor
 from tests.support.prompt_keys import PromptKeys
 
 BLOCK_TOKENS, TOKENS = 16, 100_000
@@ -76,7 +76,7 @@ def measure(report: dict[str, Any]) -> None:
 
 
 def _event(kind: str, hashes: list[Any], **more: Any) -> dict[str, Any]:
-    return {"type": kind, "block_hashes": hashes, "medium": GPU, "group_idx": 0, **more}
+    return {"type": kind, "block_hashes": hashes, "medium": "GPU", "group_idx": 0, **more}
 
 
 def _events(numbers: bool, engines: int = 16, steps: int = 400) -> dict[str, float]:
@@ -114,7 +114,7 @@ def _events(numbers: bool, engines: int = 16, steps: int = 400) -> dict[str, flo
     index = BlockIndex()
     events = KvEventProcessor(index)
     for engine in range(engines):
-        events.add_source(str(engine), "1", SourceSchema(block_tokens=BLOCK_TOKENS), 0.0)
+        events.add_source(str(engine), "1", 0.0)
     seconds = []
     for batches in (stored, removed):
         begin = time.thread_time()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.replica_health import Probe
-from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.cluster import Cluster, Prompt
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.request import NoDecodeReplicaError
@@ -67,12 +66,12 @@ class World:
         """A replica's KV events begin, or begin again: its holder may be another one."""
         self.epoch += 1
         self.each(lambda cluster: cluster.view)
-        schema = SourceSchema(ownership="", windows=WINDOWS.get(name, ()))
+        windows = WINDOWS.get(name, ())
         restart = self.random.random() < 0.5
         for cluster in self.clusters:
             if restart:
                 cluster.events.remove_source(name)
-            cluster.events.add_source(name, f"e{self.epoch}", schema, self.now_s)
+            cluster.events.add_source(name, f"e{self.epoch}", self.now_s, windows)
         self.seq += 1
         self.report(name)  # a view has a replica's holder from its next report on
 

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.kv_events import GPU, KvEventError, KvEventProcessor, SourceSchema
+from headrace.router.blocks.kv_events import KvEventError, KvEventProcessor
 from headrace_kvstore.identity.prompt_hash import key_of
 
 HASHES = [bytes([i]) * 32 for i in range(1, 21)]
 KEYS = np.array([key_of(one) for one in HASHES], np.uint64)
-ENGINE = SourceSchema(block_tokens=16)
 KEPT_BATCHES = 12
 """Of a source, for replay."""
 
@@ -47,7 +46,7 @@ class Source:
 
     def change(self, stored: bool, block: int, many: int) -> tuple[int, bytes]:
         blocks = range(block, min(block + many, len(HASHES)))
-        event: dict = {"block_hashes": [HASHES[i] for i in blocks], "medium": GPU}
+        event: dict = {"block_hashes": [HASHES[i] for i in blocks], "medium": "GPU"}
         if stored:
             self.held.update(blocks)
             event |= {
@@ -64,7 +63,7 @@ class Source:
                 self.log = []
                 self.add([{"type": "AllBlocksCleared"}])
                 for i in sorted(self.held):
-                    event = {"type": "BlockStored", "block_hashes": [HASHES[i]], "medium": GPU}
+                    event = {"type": "BlockStored", "block_hashes": [HASHES[i]], "medium": "GPU"}
                     event["parent_block_hash"] = HASHES[i - 1] if i else None
                     self.add([event])
             else:
@@ -99,7 +98,7 @@ def test_it_ends_with_what_the_sources_hold(steps: list[tuple]) -> None:
     processor = KvEventProcessor(index, silent_s=1e9)
     sources = {"plain": Source(False), "snapshots": Source(True)}
     for name, source in sources.items():
-        processor.add_source(name, str(source.epoch), ENGINE, 0.0)
+        processor.add_source(name, str(source.epoch), 0.0)
     delayed: list[Callable[[], None]] = []
     now_s = 0.0
 
@@ -133,7 +132,7 @@ def test_it_ends_with_what_the_sources_hold(steps: list[tuple]) -> None:
                     hear(name, seq, payload)()
         elif step[0] == "restart":
             source.restart()
-            processor.add_source(name, str(source.epoch), ENGINE, now_s)
+            processor.add_source(name, str(source.epoch), now_s)
         elif step[0] == "replay":
             replay()
         elif step[0] == "late" and delayed:

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.kv_events import KvEventProcessor, SourceSchema
+from headrace.router.blocks.kv_events import KvEventProcessor
 from headrace_engine.kv_groups import hit_groups
 from headrace_engine.reporting.engine_events import HeldBlocks
 from headrace_kvstore.identity.prompt_hash import keys_of
@@ -143,8 +143,7 @@ class Followed:
         self.index = BlockIndex(2**20)
         self._processor = KvEventProcessor(self.index, silent_s=10.0)
         windows = tuple(window.blocks for window in hits.windows)
-        schema = SourceSchema(ownership="", windows=windows)
-        self.holder = self._processor.add_source("e", "1", schema, 0.0)
+        self.holder = self._processor.add_source("e", "1", 0.0, windows)
         self._seq = 0
         self._processor.poll(0.0)
         self._processor.on_replay_end("e", "1", 0.0)

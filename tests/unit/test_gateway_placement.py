@@ -16,7 +16,6 @@ from aiohttp import web
 from headrace.gateway.placement import placer as placing
 from headrace.gateway.placement.endpoint_info import EndpointInfo
 from headrace.gateway.placement.placer import Placer
-from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.plan import RouterSettings
 from headrace.router.plan_codec import decode
 from headrace_decode.http.internal_port import KEYS_TARGET
@@ -52,7 +51,7 @@ class App:
     def make(self, *parts: Any) -> Placer:
         self.placer = Placer(RouterSettings(), self.endpoints, *parts)
         for name in self.names():
-            self.placer.cluster.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
+            self.placer.cluster.events.add_source(name, "e", 0.0)
         self.tell()
         return self.placer
 

@@ -9,20 +9,11 @@ from vllm.distributed import kv_events as vllm_events
 
 from headrace.router.blocks import kv_events as events_module
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.kv_events import (
-    GPU,
-    KvEventError,
-    KvEventProcessor,
-    ReplayRequest,
-    SourceSchema,
-)
+from headrace.router.blocks.kv_events import KvEventError, KvEventProcessor, ReplayRequest
 from headrace_kvstore.identity.prompt_hash import key_of
 
 HASHES = [bytes([i]) * 32 for i in range(1, 30)]
 KEYS = np.array([key_of(one) for one in HASHES], np.uint64)
-DIGEST = "ab" * 16
-ENGINE = SourceSchema(block_tokens=16)
-OTHER = SourceSchema(block_tokens=16, ownership=DIGEST)
 CLEARED = vllm_events.AllBlocksCleared()
 
 
@@ -36,7 +27,7 @@ def stored(first: int, last: int, numbers: bool = False, **changes: object) -> o
         token_ids=list(range(16 * len(names))),
         block_size=16,
         lora_id=None,
-        medium=GPU,
+        medium="GPU",
         lora_name=None,
         group_idx=0,
     )
@@ -44,7 +35,7 @@ def stored(first: int, last: int, numbers: bool = False, **changes: object) -> o
 
 
 def removed(first: int, last: int) -> object:
-    return vllm_events.BlockRemoved(block_hashes=HASHES[first:last], medium=GPU, group_idx=0)
+    return vllm_events.BlockRemoved(block_hashes=HASHES[first:last], medium="GPU", group_idx=0)
 
 
 def batch(*events: object) -> bytes:
@@ -57,7 +48,7 @@ class Bench:
     def __init__(self) -> None:
         self.index = BlockIndex(2**20)
         self.events = KvEventProcessor(self.index, silent_s=10.0)
-        self.holder = self.events.add_source("e", "1", ENGINE, 0.0)
+        self.holder = self.events.add_source("e", "1", 0.0)
         self.now_s = 0.0
 
     def hear(self, seq: int, *events: object, epoch: str = "1", replay: bool = False) -> None:
@@ -215,7 +206,7 @@ def test_a_restarted_source_begins_anew_and_its_past_is_not_believed(bench: Benc
     bench.hear(0, stored(0, 1), epoch="3")
     assert bench.blocks() == 1 and bench.events.counts["late"] == 1
     bench.events.on_replay_end("e", "1", 0.0)
-    assert bench.events.add_source("e", "4", ENGINE, 0.0) == bench.holder
+    assert bench.events.add_source("e", "4", 0.0) == bench.holder
     assert bench.blocks() == 0
 
 
@@ -228,39 +219,32 @@ def test_a_silent_source_expires_with_its_holders(bench: Bench) -> None:
     assert bench.index.match(KEYS).tolist() == [0]
     with pytest.raises(KeyError):
         bench.hear(2)
-    assert bench.events.add_source("f", "1", ENGINE, 16.0) == 0
+    assert bench.events.add_source("f", "1", 16.0) == 0
 
 
 def test_sources_and_holders_are_bounded() -> None:
     events = KvEventProcessor(BlockIndex(2**20, max_holders=1))
-    events.add_source("a", "1", ENGINE, 0.0)
+    events.add_source("a", "1", 0.0)
     with pytest.raises(OverflowError, match="holders"):
-        events.add_source("b", "1", ENGINE, 0.0)
+        events.add_source("b", "1", 0.0)
     assert events.stats()["sources"] == 1
     events = KvEventProcessor(BlockIndex(2**20), max_sources=2)
     for name in "ab":
-        events.add_source(name, "1", ENGINE, 0.0)
+        events.add_source(name, "1", 0.0)
     with pytest.raises(OverflowError, match="sources"):
-        events.add_source("c", "1", ENGINE, 0.0)
+        events.add_source("c", "1", 0.0)
     assert events.stats()["sources"] == 2
 
 
-def test_another_schema_under_the_same_name_is_another_source(bench: Bench) -> None:
+def test_other_windows_under_the_same_name_are_another_source(bench: Bench) -> None:
     bench.hear(1, stored(0, 3))
-    assert bench.events.add_source("e", "1", OTHER, 0.0) == bench.holder
+    assert bench.events.add_source("e", "1", 0.0, windows=(4,)) == bench.holder
     assert bench.blocks() == 0
 
 
-def test_other_namespaces_media_groups_and_block_sizes_are_not_followed(bench: Bench) -> None:
-    bench.hear(
-        1,
-        stored(0, 3, medium="CPU"),
-        stored(0, 3, group_idx=1),
-        stored(0, 3, block_size=4),
-        stored(0, 3, ownership=DIGEST),
-        stored(0, 3, locality="REMOTE"),
-    )
-    assert bench.index.blocks == 0 and bench.events.counts["not_followed"] == 5
+def test_groups_without_a_window_are_not_followed(bench: Bench) -> None:
+    bench.hear(1, stored(0, 3, group_idx=1))
+    assert bench.index.blocks == 0 and bench.events.counts["not_followed"] == 1
 
 
 # What cannot be
@@ -275,8 +259,6 @@ def test_other_namespaces_media_groups_and_block_sizes_are_not_followed(bench: B
         ("block_hashes", [-1]),
         ("block_hashes", 7),
         ("parent_block_hash", "text"),
-        ("block_size", -1),
-        ("medium", "m" * 65),
         ("group_idx", -1),
     ],
 )
@@ -309,7 +291,7 @@ def test_a_batch_that_cannot_be_read_is_asked_for_and_then_passed(
 
 def test_a_batch_that_waits_tells_its_error_once(bench: Bench) -> None:
     with pytest.raises(KvEventError, match="e: batch 2, event 0"):
-        bench.hear(2, stored(0, 1, medium=1), stored(0, 2))
+        bench.hear(2, stored(0, 1, group_idx="1"), stored(0, 2))
     bench.hear(1)
     assert bench.blocks() == 2
 

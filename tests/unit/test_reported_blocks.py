@@ -14,7 +14,7 @@ from vllm.distributed import kv_events
 
 from headrace.gateway.placement.event_subscriber import MAX_MESSAGE_BYTES
 from headrace.router.blocks.block_index import BlockIndex
-from headrace.router.blocks.kv_events import KvEventProcessor, SourceSchema
+from headrace.router.blocks.kv_events import KvEventProcessor
 from headrace_engine.reporting.engine_events import GPU, HeldBlocks, key_of
 from headrace_kvstore.protocol.events import (
     BATCH_BLOCKS,
@@ -56,7 +56,7 @@ class Chain:
         self.held = HeldBlocks()
         self._index = BlockIndex(2**20)
         self._processor = KvEventProcessor(self._index, silent_s=10.0)
-        self._holder = self._processor.add_source("e", "1", SourceSchema(ownership=""), 0.0)
+        self._holder = self._processor.add_source("e", "1", 0.0)
         self._seq = 0
         self._processor.poll(0.0)
         self._processor.on_replay_end("e", "1", 0.0)

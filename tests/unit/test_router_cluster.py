@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from headrace.replica_health import SILENT_S, Probe
-from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.bookings import BOOKING_TIMEOUT_S
 from headrace.router.cluster import Cluster, Prompt
 from headrace.router.placement.request import NoDecodeReplicaError
@@ -44,7 +43,7 @@ def cluster(*replicas: str, **settings: Any) -> Cluster:
     """These replicas, each heard of at 0 s, each with an empty cache."""
     made = Cluster(RouterSettings(**settings), random.Random(1))
     for replica in replicas:
-        made.events.add_source(replica, "e", SourceSchema(ownership=""), 0.0)
+        made.events.add_source(replica, "e", 0.0)
         made.report(report(replica), 0.0)
     return made
 
@@ -317,7 +316,7 @@ def mixed() -> Cluster:
         ("p-old", "a", busy),
         ("p-new", "b", {}),
     ]:
-        made.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
+        made.events.add_source(name, "e", 0.0)
         made.report(report(name, kv=kv, **more), 0.0)
     return made
 
@@ -339,7 +338,7 @@ def test_engines_whose_kv_differs_are_never_paired() -> None:
 def test_of_two_kinds_the_one_that_keeps_its_targets_is_taken_though_it_costs_more() -> None:
     made = cluster()
     for name, kv, more in [("d-old", "a", {"free_blocks": 1}), ("d-new", "b", {"running": 3})]:
-        made.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
+        made.events.add_source(name, "e", 0.0)
         made.report(report(name, kv=kv, **more), 0.0)
     plans = [made.plan(PROMPT, 0.0) for _ in range(5)]
     assert {(plan.decode, plan.broken) for plan in plans} == {("d-new", ())}
@@ -363,7 +362,7 @@ def test_a_plan_that_fails_leaves_all_replicas_in_the_view(monkeypatch: pytest.M
 def test_engines_of_unlike_sizes_are_paired_where_nixl_can_cut_heads() -> None:
     made = cluster()
     for name, ranks, layout in [("d", 2, "LBHNC"), ("p-one", 1, "LBHNC"), ("p-odd", 3, "LBHNC")]:
-        made.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
+        made.events.add_source(name, "e", 0.0)
         busy = {"running": 3} if name == "d" else {}
         made.report(report(name, kv=str(KvKind("a", ranks, 6, layout)), **busy), 0.0)
     pairs = {made.plan(PROMPT, 0.0).replica for _ in range(40)}
@@ -413,7 +412,7 @@ def test_of_a_pulled_prompt_only_the_windows_need_room() -> None:
 def test_a_hit_of_an_engine_with_windows_leaves_the_last_token_to_compute() -> None:
     """The window before the end of the prompt is there, that of one block less is not."""
     one = cluster()
-    one.events.add_source("d1", "e", SourceSchema(ownership="", windows=(4,)), 0.0)
+    one.events.add_source("d1", "e", 0.0, windows=(4,))
     one.report(report("d1"), 0.0)
     hold(one, "d1", KEYS)
     one.index.stored(one.events.holder("d1"), int(KEYS[35]), KEYS[36:], window=1)

@@ -20,7 +20,7 @@ class EndpointInfo:
         events, replay: endpoints of its sockets.
         epoch: id of the replica's start; it changes with each start.
         token: secret that proves membership in the app.
-        windows: of the engine's KV cache groups (`SourceSchema.windows`).
+        windows: of the engine's KV cache groups (`KvEventProcessor.add_source`).
     """
 
     events: str

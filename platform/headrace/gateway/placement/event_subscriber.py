@@ -32,12 +32,7 @@ from typing import Any
 import zmq
 
 from headrace.gateway.placement.endpoint_info import EndpointInfo
-from headrace.router.blocks.kv_events import (
-    KvEventError,
-    KvEventProcessor,
-    ReplayRequest,
-    SourceSchema,
-)
+from headrace.router.blocks.kv_events import KvEventError, KvEventProcessor, ReplayRequest
 from headrace_engine.reporting import report as reports
 from headrace_engine.reporting.report import Report
 from headrace_kvstore.protocol.events import BLOCKS_TOPIC, END_SEQ, REPORT_TOPIC
@@ -45,8 +40,6 @@ from headrace_kvstore.protocol.membership import Membership
 
 logger = logging.getLogger("headrace.gateway")
 
-ENGINE_OWNERSHIP = ""
-"""`ownership` in a replica's events: an engine's cache belongs to no store's namespace."""
 SLICE_S = 0.004
 """Longest work in one turn of the loop; a message that is being read at its end is finished."""
 SLICE_MESSAGES = 8
@@ -235,8 +228,8 @@ class EventSubscriber:
 
     def _join(self, source: _Subscription) -> None:
         try:
-            schema = SourceSchema(ownership=ENGINE_OWNERSHIP, windows=source.info.windows)
-            self._processor.add_source(source.name, source.info.epoch, schema, self._clock())
+            info = source.info
+            self._processor.add_source(source.name, info.epoch, self._clock(), info.windows)
             source.joined = True
         except OverflowError as error:
             self._count_error(source, "refused", str(error))

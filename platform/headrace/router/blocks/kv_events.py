@@ -1,8 +1,9 @@
 """Applies streams of KV events to the block index: handles gaps, restarts and invalid data. Pure.
 
-A *source* is the stream of one engine (one data parallel rank of it), in the schema of
-`vllm.distributed.kv_events`. It numbers its batches from 0 and labels them with its epoch, which
-changes when it restarts. The caller moves the bytes and calls:
+A *source* is the stream in which a replica reports the blocks of its engine
+(`headrace_engine.reporting`), in the schema of `vllm.distributed.kv_events`. It numbers its batches
+from 0 and labels them with its epoch, which changes when it restarts. The caller moves the bytes
+and calls:
 
     add_source     a source appeared        remove_source   a source disappeared
     on_batch       a batch arrived, new or replayed
@@ -32,7 +33,6 @@ A source that is silent for `silent_s` expires together with its holder.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -41,10 +41,7 @@ from msgspec import Meta
 from headrace.router.blocks.block_index import BlockIndex
 from headrace_kvstore.identity.prompt_hash import KEY_BYTES, key_of, keys_of
 from headrace_kvstore.protocol.batch_sequence import BatchAction, BatchSequence
-from headrace_kvstore.protocol.events import LOCAL
 
-GPU = "GPU"
-"""vLLM's name for its own cache."""
 MAX_BATCH_BYTES = 16 * 2**20
 MAX_BLOCKS, MAX_EVENTS = 1 << 17, 1 << 16
 """Maximum number of blocks in one event, and of events in one batch."""
@@ -58,7 +55,6 @@ SILENT_S = 10.0
 Hash = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=32)]
 Number = Annotated[int, Meta(ge=0)]
 Hashes = Annotated[list[Hash | Number], Meta(max_length=MAX_BLOCKS)]
-Name = Annotated[str, Meta(max_length=64)]
 
 
 class BlockStored(msgspec.Struct, gc=False, tag=True):
@@ -66,21 +62,14 @@ class BlockStored(msgspec.Struct, gc=False, tag=True):
 
     block_hashes: Hashes
     parent_block_hash: Hash | Number | None = None
-    block_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
-    medium: Name | None = None
     group_idx: Number | None = None
-    locality: Name | None = None
-    ownership: Name | None = None
 
 
 class BlockRemoved(msgspec.Struct, gc=False, tag=True):
     """Fields of vLLM's event that the index needs."""
 
     block_hashes: Hashes
-    medium: Name | None = None
     group_idx: Number | None = None
-    locality: Name | None = None
-    ownership: Name | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False, tag=True):
@@ -93,13 +82,11 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: Annotated[list[Event], Meta(max_length=MAX_EVENTS)]
-    data_parallel_rank: int | None = None
 
 
 class _Loose(msgspec.Struct, array_like=True, gc=False):
     ts: float
     events: Annotated[list[msgspec.Raw], Meta(max_length=MAX_EVENTS)]
-    data_parallel_rank: int | None = None
 
 
 _batches = msgspec.msgpack.Decoder(_Batch)
@@ -109,23 +96,6 @@ _events = msgspec.msgpack.Decoder(Event)
 
 class KvEventError(ValueError):
     """A batch or one of its events is invalid; the text names the source, the number and why."""
-
-
-@dataclass(frozen=True)
-class SourceSchema:
-    """Blocks of a source that the index follows; other blocks of its events are ignored.
-
-    Args:
-        block_tokens: block size of the engine; 0: any.
-        ownership: value of the events' field `ownership`.
-        windows: number of blocks that each window of its KV cache groups needs before the end of a
-            prefix (`headrace_engine.kv_groups.Window.blocks`). Events name windows by their group,
-            from 1 on.
-    """
-
-    block_tokens: int = 0
-    ownership: str | None = None
-    windows: tuple[int, ...] = ()
 
 
 class ReplayRequest(NamedTuple):
@@ -144,8 +114,8 @@ class PollResult(NamedTuple):
 
 
 class _Source:
-    def __init__(self, epoch: str, schema: SourceSchema, holder: int, now_s: float) -> None:
-        self.epoch, self.schema, self.holder, self.last_seen_s = epoch, schema, holder, now_s
+    def __init__(self, epoch: str, windows: tuple[int, ...], holder: int, now_s: float) -> None:
+        self.epoch, self.windows, self.holder, self.last_seen_s = epoch, windows, holder, now_s
         self.past: deque[str] = deque(maxlen=KEPT_EPOCHS)
         self.restart(epoch)
 
@@ -174,8 +144,7 @@ def _merged(events: list[Event]) -> list[Event]:
         if (
             isinstance(event, BlockRemoved)
             and isinstance(last, BlockRemoved)
-            and (event.medium, event.group_idx) == (last.medium, last.group_idx)
-            and (event.ownership, event.locality) == (last.ownership, last.locality)
+            and event.group_idx == last.group_idx
         ):
             last.block_hashes += event.block_hashes
         else:
@@ -201,16 +170,23 @@ class KvEventProcessor:
 
     # Sources
 
-    def add_source(self, source: str, epoch: str, schema: SourceSchema, now_s: float) -> int:
+    def add_source(
+        self, source: str, epoch: str, now_s: float, windows: tuple[int, ...] = ()
+    ) -> int:
         """Add a source and return its holder.
 
-        A source that is known with this epoch and schema stays as it is.
+        A source that is known with this epoch and these windows stays as it is.
+
+        Args:
+            windows: number of blocks that each window of its KV cache groups needs before the end
+                of a prefix (`headrace_engine.kv_groups.Window.blocks`). Events name windows by
+                their group, from 1 on.
 
         Raises:
             OverflowError: there are too many sources or holders.
         """
         known = self._sources.get(source)
-        if known is not None and known.schema == schema:
+        if known is not None and known.windows == windows:
             known.last_seen_s = now_s
             if epoch != known.epoch:
                 self._restart(known, epoch)
@@ -219,8 +195,8 @@ class KvEventProcessor:
             self.remove_source(source)
         if len(self._sources) >= self._max_sources:
             raise OverflowError(f"there are {self._max_sources} sources already")
-        holder = self._index.open(schema.windows)
-        self._sources[source] = _Source(epoch, schema, holder, now_s)
+        holder = self._index.open(windows)
+        self._sources[source] = _Source(epoch, windows, holder, now_s)
         return holder
 
     def remove_source(self, source: str) -> None:
@@ -405,26 +381,17 @@ class KvEventProcessor:
         return events
 
     def _apply(self, known: _Source, event: Event) -> None:
-        schema = known.schema
         if isinstance(event, AllBlocksCleared):
             self._clear(known)
             return
         group = event.group_idx or 0
-        if (
-            event.medium not in (None, GPU)
-            or group > len(schema.windows)
-            or event.ownership != schema.ownership
-            or event.locality not in (None, LOCAL)
-        ):
+        if group > len(known.windows):
             self.counts["not_followed"] += 1
             return
         keys = keys_of(event.block_hashes)
         self.counts["blocks"] += len(keys)
         if isinstance(event, BlockRemoved):
             self._index.removed(known.holder, keys, group)
-            return
-        if event.block_size not in (0, schema.block_tokens) and schema.block_tokens:
-            self.counts["not_followed"] += 1
             return
         parent = event.parent_block_hash
         before = None if parent is None else key_of(parent)
