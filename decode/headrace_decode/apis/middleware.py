@@ -14,7 +14,14 @@ from typing import Any
 
 import msgspec
 
-from headrace_decode.apis import errors, messages, request_checks, responses, retention, usage
+from headrace_decode.apis import (
+    errors,
+    messages,
+    prompt_usage,
+    request_checks,
+    responses,
+    retention,
+)
 from headrace_decode.apis.forced_tools import with_strict_tools
 from headrace_decode.apis.prompt_usage import USAGE, PromptUsage
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
@@ -220,7 +227,7 @@ class _AnswerShaper:
         elif path == request_checks.RESPONSES:
             body = responses.answer(body)
         else:
-            body = usage.completion(body, self._counted, only_echo=self._only_echo)
+            body = prompt_usage.completion(body, self._counted, only_echo=self._only_echo)
         await send_whole(self._send, message, body)
 
     def _error(self, status: int, body: bytes) -> tuple[int, bytes]:
@@ -240,7 +247,7 @@ class _AnswerShaper:
         return status, body
 
     def _completion_event(self, event: bytes) -> bytes:
-        return usage.completion_event(event, self._counted, only_echo=self._only_echo)
+        return prompt_usage.completion_event(event, self._counted, only_echo=self._only_echo)
 
     async def _events(self, message: Message) -> None:
         assert self._change is not None
