@@ -18,10 +18,10 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo check test flaky contracts soak bench lint format docs lock audit sbom release upgrade images clean
+.PHONY: help install serve demo check test test-apiserver flaky contracts soak bench lint format docs lock audit sbom release upgrade images clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 17
 
 install: $(STAMP)  ## make .venv (LOCK=requirements/gpu.lock on a GPU node)
 
@@ -45,6 +45,11 @@ $(NODE)/.installed: $(wildcard tests/support/node/*)
 
 test: install $(NODE)/.installed  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
 	$(BIN)/python -m tests.lanes --timeout=$(TEST_TIMEOUT_S) $(ARGS)
+
+test-apiserver: install  ## the chart on a real Kubernetes API server (KUBEBUILDER_ASSETS=its folder)
+	@test -x "$(KUBEBUILDER_ASSETS)/kube-apiserver" -a -x "$(KUBEBUILDER_ASSETS)/etcd" || \
+	  { echo 'error: KUBEBUILDER_ASSETS must name a folder with kube-apiserver and etcd: export KUBEBUILDER_ASSETS=$$(setup-envtest use -p path 1.34)' >&2; exit 1; }
+	$(BIN)/python -m pytest -p no:cacheprovider $(ARGS) tests/apiserver
 
 check: install  ## for each edit: style, and tests that are quick and need no engine
 	$(BIN)/ruff check .
