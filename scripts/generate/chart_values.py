@@ -191,6 +191,24 @@ class ModelCache(Group):
     )
 
 
+class CompileCache(Group):
+    """Where engine pods keep compiled code (`torch.compile`, Triton, numba) and measured step
+    times, mounted at /cache. A start that finds them there skips minutes of compilation."""
+
+    type: Literal["ephemeral", "hostPath", "claim"] = Field(
+        default="ephemeral",
+        description="`ephemeral`: an empty volume that ends with the pod. `hostPath`: a folder of "
+        "the node, which its pods share. `claim`: an existing PersistentVolumeClaim that every "
+        "engine pod can mount.",
+    )
+    hostPath: str = Field(
+        default="/var/lib/headrace-cache",
+        pattern=r"^/",
+        description="Folder on the nodes; it must be writable for `podSecurity.userId`.",
+    )
+    claimName: OptionalName = Field(default="", description="Of an existing claim.")
+
+
 class ApiKeys(Group):
     """API keys of the endpoint: a file that `headrace keys add` writes, in a Secret."""
 
@@ -465,6 +483,7 @@ class Values(Group):
     decode: Engines = Engines()
     disk: Disk = Disk()
     modelCache: ModelCache = ModelCache()
+    compileCache: CompileCache = CompileCache()
     apiKeys: ApiKeys = ApiKeys()
     tls: Tls = Tls()
     rayService: RayService = RayService()

@@ -267,7 +267,7 @@ _CHANGES: dict[str, tuple[Changes, Changes]] = {
         {"disk": {"type": "ephemeral", "storageClassName": "local", "size": "600Gi"}},
     ),
     "a claimed disk": (NODE, {"disk": {"type": "claim", "claimName": "kv"}}),
-    "compiled code that outlives pods": (
+    "a volume of the chart that is replaced": (
         CLUSTER,
         in_pods(
             volumes=[
@@ -277,6 +277,11 @@ _CHANGES: dict[str, tuple[Changes, Changes]] = {
                 }
             ]
         ),
+    ),
+    "compiled code in a folder of the node": (NODE, {"compileCache.type": "hostPath"}),
+    "compiled code in a claim": (
+        CLUSTER,
+        {"compileCache": {"type": "claim", "claimName": "compiled"}},
     ),
     # Queues and schedulers
     "Kueue": (CLUSTER, {"rayService.labels": {"kueue.x-k8s.io/queue-name": "llm"}}),

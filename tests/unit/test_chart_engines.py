@@ -47,6 +47,34 @@ def test_engine_pods_of_one_node_share_its_folder_in_which_the_store_gives_each_
     assert app_of(objects(CLUSTER))["store"]["nvme_folder"] == mounted
 
 
+@pytest.mark.parametrize(
+    ("values", "source"),
+    [
+        (LAPTOP, {"emptyDir": {}}),
+        (
+            SETS["compiled code in a folder of the node"],
+            {"hostPath": {"path": "/var/lib/headrace-cache", "type": "DirectoryOrCreate"}},
+        ),
+        (
+            SETS["compiled code in a claim"],
+            {"persistentVolumeClaim": {"claimName": "compiled"}},
+        ),
+    ],
+    ids=["ephemeral", "hostPath", "claim"],
+)
+def test_compiled_code_of_engines_may_outlive_their_pods(
+    values: dict[str, Any], source: dict[str, Any]
+) -> None:
+    """The images keep it in /cache. Other pods compile little."""
+    for role, template in pods(values).items():
+        [volume] = [each for each in template["spec"]["volumes"] if each["name"] == "cache"]
+        mounts = template["spec"]["containers"][0]["volumeMounts"]
+        [mount] = [each for each in mounts if each["name"] == "cache"]
+        expected = source if role in ENGINES else {"emptyDir": {}}
+        assert volume == {"name": "cache", **expected}, role
+        assert mount["mountPath"] == "/cache"
+
+
 def test_claims_of_devices_replace_the_resource_key() -> None:
     spec = pods(SETS["claims of devices with autoscaling"])["decode"]["spec"]
     [container] = spec["containers"]

@@ -162,6 +162,11 @@ BY_THE_CHART: dict[str, tuple[dict[str, Any], Changes, str]] = {
         {"modelCache.type": "claim"},
         "modelCache.claimName: name the claim",
     ),
+    "claimed compiled code without its claim": (
+        LAPTOP,
+        {"compileCache.type": "claim"},
+        "compileCache.claimName: name the claim",
+    ),
     # Secrets
     "no keys": (NODE, {"apiKeys": {}}, "apiKeys.existingSecret: name a Secret"),
     "keys in the configuration": (
@@ -203,6 +208,27 @@ BY_THE_CHART: dict[str, tuple[dict[str, Any], Changes, str]] = {
         NODE,
         {"config.gateway.tls_client_ca_file": "/ca"},
         "config.gateway.tls_client_ca_file: not in this chart",
+    ),
+    # Variables that KubeRay refuses in the head
+    "Redis by variables": (
+        LAPTOP,
+        {"head.env": {"RAY_REDIS_ADDRESS": "redis:6379"}},
+        "head.env.RAY_REDIS_ADDRESS: KubeRay sets it",
+    ),
+    "Redis's user by a variable": (
+        LAPTOP,
+        {"head.env": {"REDIS_USERNAME": "ray"}},
+        "head.env.REDIS_USERNAME: KubeRay sets it",
+    ),
+    "Redis's password by a variable": (
+        LAPTOP,
+        {"head.env": {"REDIS_PASSWORD": {"valueFrom": {"secretKeyRef": {"name": "r"}}}}},
+        "head.env.REDIS_PASSWORD: KubeRay sets it",
+    ),
+    "the autoscaler's version by a variable": (
+        LAPTOP,
+        {"head.env": {"RAY_enable_autoscaler_v2": True}},
+        "head.env.RAY_enable_autoscaler_v2: KubeRay sets it",
     ),
     # Names and ways in
     "a name that begins with a digit": (

@@ -88,6 +88,7 @@ def test_a_field_that_no_upgrade_can_change_is_known(
         ({"rayVersion": "2.61.0"}, True),
         ({"decode.memory": "7Gi"}, True),
         ({"disk.type": "hostPath"}, True),
+        ({"compileCache.type": "hostPath"}, True),
         ({"preflight.enabled": False}, True),
         ({"rayToken.enabled": False}, True),
     ],

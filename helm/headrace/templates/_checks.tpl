@@ -19,6 +19,12 @@
 {{- fail (printf "%s.model.source: must be a name on the hub or a folder, got %s; docs/kubernetes.md says how a bucket or an OCI image becomes a folder" $path $source) -}}
 {{- end -}}
 {{- end -}}
+{{- $managed := dict "RAY_REDIS_ADDRESS" "gcsFaultTolerance.redisAddress" "REDIS_USERNAME" "gcsFaultTolerance.username" "REDIS_PASSWORD" "gcsFaultTolerance.passwordSecret" "RAY_enable_autoscaler_v2" "autoscalerOptions.version" -}}
+{{- range $name, $path := $managed -}}
+{{- if hasKey $values.head.env $name -}}
+{{- fail (printf "head.env.%s: KubeRay sets it, and refuses yours; set %s" $name $path) -}}
+{{- end -}}
+{{- end -}}
 {{- include "headrace.checkSecrets" . -}}
 {{- range (include "headrace.engineGroups" . | fromYaml).groups -}}
 {{- $role := .role -}}

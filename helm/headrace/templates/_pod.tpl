@@ -258,7 +258,15 @@ spec:
     - name: home
       emptyDir: {}
     - name: cache
+      {{- $kept := $root.Values.compileCache }}
+      {{- if and $engine (eq $kept.type "hostPath") }}
+      hostPath: {path: {{ $kept.hostPath }}, type: DirectoryOrCreate}
+      {{- else if and $engine (eq $kept.type "claim") }}
+      persistentVolumeClaim:
+        claimName: {{ required "compileCache.claimName: name the claim, as compileCache.type is claim" $kept.claimName }}
+      {{- else }}
       emptyDir: {}
+      {{- end }}
     - name: shm
       emptyDir:
         medium: Memory
