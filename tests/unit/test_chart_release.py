@@ -122,6 +122,16 @@ def test_the_ray_service_carries_labels_for_queues_and_all_objects_the_common_on
     assert all(each["metadata"]["labels"]["team"] == "search" for each in pods(values).values())
 
 
+@pytest.mark.parametrize("values", SETS.values(), ids=SETS.keys())
+def test_a_release_needs_no_rights_over_the_cluster(values: dict[str, Any]) -> None:
+    """docs/kubernetes.md names what an install writes."""
+    always = {"ConfigMap", "Service", "ServiceAccount", "NetworkPolicy", "PodDisruptionBudget"}
+    switched_on = {"Secret", "PersistentVolumeClaim", "Job", "Ingress", "HTTPRoute", "Pod"}
+    switched_on |= {"PodMonitor", "PrometheusRule", "Certificate"}
+    kinds = {one["kind"] for one in objects(values)}
+    assert kinds - switched_on <= always | {"RayService"}
+
+
 def test_more_objects_are_rendered_with_the_release() -> None:
     kind = {"apiVersion": "v1", "kind": "ConfigMap"}
     values = merged(
