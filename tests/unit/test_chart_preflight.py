@@ -8,13 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from headrace.cli.doctor.pod import Pod
+from headrace.cli.probes.net import MODEL_ROOM
 from headrace.config.load import validate
-from tests.support.chart import CHART, PRESETS, merged, objects, pods, preset
+from tests.support.chart import CHART, PRESETS, merged, objects, pods, preset, variables
 from tests.support.chart_objects import app_of, of_kind
 from tests.support.served import tiny_values
 
@@ -40,6 +42,20 @@ def test_pods_of_the_presets_have_the_memory_that_the_preflight_asks_for(name: s
         limit = template["spec"]["containers"][0]["resources"]["limits"]["memory"]
         plan = Pod(role, config)  # type: ignore[arg-type]
         assert int(limit[:-2]) * units[limit[-2:]] >= plan.memory_bytes, role
+
+
+def test_the_preflight_knows_the_limit_of_the_models_volume() -> None:
+    """A claim and a folder have the room of their disk."""
+
+    def limits(values: dict[str, Any]) -> dict[str, str | None]:
+        checks = {role: each["spec"]["initContainers"][-1] for role, each in pods(values).items()}
+        return {role: variables(check).get(MODEL_ROOM) for role, check in checks.items()}
+
+    assert limits(merged(LAPTOP, {"modelCache.size": "140Gi"})) == {
+        **dict.fromkeys(("head", "gateway")),
+        **dict.fromkeys(("prefill", "decode"), str(140 * 2**30)),
+    }
+    assert set(limits(preset("gpu-node")).values()) == {None}
 
 
 @pytest.mark.parametrize("role", ["gateway", "decode"])

@@ -81,6 +81,21 @@ def test_with_gpus_for_one_cluster_the_corrected_one_waits_for_the_deletion_of_t
     assert f"{delay} s" in GUIDE
 
 
+def test_an_engine_that_starts_slowly_is_waited_for_by_one_cluster() -> None:
+    """However long it takes, at a first start as in an upgrade."""
+    ready_s = 3 * 3600.0
+    op = Operator(service({}), lambda cluster: pulls(cluster) and op.now_s >= ready_s)
+    assert not any(run(op, ready_s - 60))
+    assert run(op, 120)[-1] and list(op.clusters) == [op.active]
+    first, ready_s = op.active, op.now_s + 7200
+    op.answers = lambda cluster: cluster is op.clusters.get(first) or op.now_s >= ready_s
+    upgrade(op, {"decode.memory": "99Gi"})
+    assert all(run(op, 7100)), "the old cluster answers"
+    assert op.active == first and len(op.clusters) == 2
+    run(op, 120)
+    assert op.active != first
+
+
 def test_a_start_that_is_given_up_ignores_corrections() -> None:
     op = operator({**WRONG, "startup.giveUpSeconds": 1200})
     run(op, 1300)

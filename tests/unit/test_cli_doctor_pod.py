@@ -54,15 +54,17 @@ def stops(found: list[Finding], seen: str, remedy: str) -> None:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Says of itself what the server was told: a status, and seconds its clock is wrong."""
+    """The answer of a server: a status, a body, and the seconds by which its clock is wrong."""
 
-    status, skew_s = 200, 0.0
+    status, skew_s, body = 200, 0.0, b""
 
     def do_GET(self) -> None:
         self.send_response_only(self.status)
         self.send_header("Date", formatdate(time() + self.skew_s, usegmt=True))
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(self.body)))
         self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.body)
 
     do_HEAD = do_GET
 
@@ -152,6 +154,34 @@ def test_a_gated_model_with_a_token_that_may_not(
 
 def test_a_model_that_the_hub_has(server: tuple[str, type[Answer]], tmp_path: Path) -> None:
     assert [f.level for f in hub(server, tmp_path)] == ["OK"]
+
+
+@pytest.mark.parametrize(
+    ("room", "level"), [("", "OK"), ("1000000", "OK"), ("300001", "OK"), ("299999", "FAIL")]
+)
+def test_a_model_larger_than_its_volume(
+    server: tuple[str, type[Answer]], tmp_path: Path, room: str, level: str
+) -> None:
+    """The kubelet evicts a pod whose volume grows beyond its limit, again and again. Copies in
+    other formats are not downloaded."""
+    sizes = {
+        "a.safetensors": 100_000,
+        "b.safetensors": 200_000,
+        "d.bin": 7,
+        "copy/c.bin": 9_000_000,
+    }
+    files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+    server[1].body = json.dumps({"siblings": files}).encode()
+    found = hub(server, tmp_path, HEADRACE_MODEL_ROOM_BYTES=room)
+    assert [each.level for each in found] == [level]
+    if level == "FAIL":
+        stops(found, "has 293.0 KiB of weights", "modelCache.size")
+
+
+def test_a_hub_that_does_not_tell_sizes(server: tuple[str, type[Answer]], tmp_path: Path) -> None:
+    server[1].body = b"<html>"
+    found = hub(server, tmp_path, HEADRACE_MODEL_ROOM_BYTES="1")
+    assert [each.level for each in found] == ["OK"]
 
 
 def test_a_hub_out_of_reach(tmp_path: Path) -> None:

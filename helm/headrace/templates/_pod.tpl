@@ -42,7 +42,7 @@ configuration), model (its name in `config.models`, empty without).
 {{- $_ := set $check "name" "preflight" -}}
 {{- $model := ternary (list "--model" .model) list (not (empty .model)) -}}
 {{- $_ := set $check "command" (concat (list "headrace" "doctor" "--cluster" "--role" .role) $model (list "-f" "/etc/headrace/config/headrace.yaml")) -}}
-{{- $_ := set $check "env" (concat $main.env (include "headrace.preflightEnv" (dict "root" $root "group" $group) | fromYamlArray)) -}}
+{{- $_ := set $check "env" (concat $main.env (include "headrace.preflightEnv" (dict "root" $root "group" $group "role" .role) | fromYamlArray)) -}}
 {{- $_ := set $spec "initContainers" (append ($spec.initContainers | default list) $check) -}}
 {{- end -}}
 {{- include "headrace.asTexts" $pod -}}
@@ -76,6 +76,10 @@ selectors, variables. */}}
 - {name: HEADRACE_EXPECT_RDMA, value: "1"}
 {{- break }}
 {{- end }}
+{{- end }}
+{{- if and (has .role (list "prefill" "decode")) (eq .root.Values.modelCache.type "ephemeral") }}
+# A pod whose volume grows larger is evicted.
+- {name: HEADRACE_MODEL_ROOM_BYTES, value: {{ include "headrace.number" .root.Values.modelCache.size | float64 | printf "%.0f" | quote }}}
 {{- end }}
 {{- with .root.Values.rayToken }}
 {{- if .existingSecret }}

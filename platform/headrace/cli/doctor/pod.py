@@ -187,4 +187,9 @@ def _model(pod: Pod, env: Mapping[str, str]) -> Finding:
     if (cached is None or cached.problems) and not probes.offline(env):
         status, error = probes.hub_answer(source, env)
     has_token = probes.hub_token(env) is not None
-    return storage.model_hub(source, cached, probes.offline(env), status, error, has_token)
+    found = storage.model_hub(source, cached, probes.offline(env), status, error, has_token)
+    if status is None or found.level != "OK":
+        return found
+    there = cached.weight_bytes if cached is not None else 0
+    size, room = probes.hub_weight_bytes(source, env), probes.model_room_bytes(env)
+    return storage.model_room(source, size, room, there)

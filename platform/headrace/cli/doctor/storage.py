@@ -8,6 +8,7 @@ from headrace.cli import probes
 from headrace.cli.console import human_bytes
 from headrace.cli.doctor.finding import Finding
 
+SPARE_MODEL_BYTES = 2**30  # a model's other files
 SPARE_SHM_BYTES = 256 * 2**20  # the engines' queues and semaphores
 GDS_FILE_SYSTEMS = "ext4", "xfs"  # on a local disk; NVIDIA's GPUDirect Storage guide
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "ceph", "lustre", "fuse.s3fs", "9p")
@@ -186,6 +187,29 @@ def model_hub(
         remedy = "wait and let the pod try again; name a mirror in HF_ENDPOINT if it stays so"
         return Finding("model", "WARN", f"the hub answers HTTP {status} for {name}", remedy)
     return Finding("model", "OK", f"{name} can be downloaded")
+
+
+def model_room(
+    name: str, weight_bytes: int | None, room_bytes: int | None, there_bytes: int
+) -> Finding:
+    """Check that a model can be kept where it is downloaded to.
+
+    Args:
+        weight_bytes: of the model, if the hub tells.
+        room_bytes: for more of it, if that is known.
+        there_bytes: of it that an earlier download has left.
+    """
+    size = f" ({human_bytes(weight_bytes)} of weights)" if weight_bytes else ""
+    if not weight_bytes or room_bytes is None or weight_bytes <= room_bytes + there_bytes:
+        return Finding("model", "OK", f"{name} can be downloaded{size}")
+    return Finding(
+        "model",
+        "FAIL",
+        f"{name} has {human_bytes(weight_bytes)} of weights, and its volume room for "
+        f"{human_bytes(room_bytes + there_bytes)}: the pod would be evicted, or its disk full",
+        f"raise values `modelCache.size` to {gib(weight_bytes + SPARE_MODEL_BYTES)} or more; in a "
+        "folder of the node or a claim of your own, make room",
+    )
 
 
 def gib(size_bytes: int) -> str:

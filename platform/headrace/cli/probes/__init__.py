@@ -44,7 +44,9 @@ from headrace.cli.probes.net import (
     hub_answer,
     hub_cache,
     hub_token,
+    hub_weight_bytes,
     kubernetes_url,
+    model_room_bytes,
     offline,
 )
 from headrace.cli.probes.pod import (
@@ -82,6 +84,7 @@ __all__ = [
     "hub_cache",
     "hub_snapshot",
     "hub_token",
+    "hub_weight_bytes",
     "interfaces",
     "kubernetes_url",
     "memlock_bytes",
@@ -90,6 +93,7 @@ __all__ = [
     "model_config",
     "model_files",
     "model_folder",
+    "model_room_bytes",
     "needed_folders",
     "nixl_plugins",
     "nvidia_smi",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from headrace_kvstore.protocol.address import host_port
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 HUB = "https://huggingface.co"
+MODEL_ROOM = "HEADRACE_MODEL_ROOM_BYTES"
+"""Environment variable that the chart sets: the limit of the volume with the models."""
 
 
 def kubernetes_url(env: Mapping[str, str] = os.environ) -> str | None:
@@ -92,12 +95,47 @@ def hub_answer(name: str, env: Mapping[str, str] = os.environ) -> tuple[int | No
 
     It asks for the file, because the description of a gated model needs no access.
     """
-    endpoint = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
-    token = hub_token(env)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    url = f"{endpoint}/{name}/resolve/main/config.json"
+    url, headers = _hub_request(f"{name}/resolve/main/config.json", env)
     try:
         answer = httpx.head(url, headers=headers, timeout=10, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return None, f"{endpoint}: {error or type(error).__name__}"
+        return None, f"{_endpoint(env)}: {error or type(error).__name__}"
     return answer.status_code, ""
+
+
+def hub_weight_bytes(name: str, env: Mapping[str, str] = os.environ) -> int | None:
+    """Return the size of the weights that vLLM downloads; None if the hub, or a mirror of it, does
+    not tell."""
+    url, headers = _hub_request(f"api/models/{name}?blobs=true", env)
+    try:
+        answer = httpx.get(url, headers=headers, timeout=10, follow_redirects=True)
+        files = {each["rfilename"]: int(each["size"]) for each in answer.json()["siblings"]}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        return None
+    for suffix in (".safetensors", ".bin"):
+        # Makers' own copies are in folders.
+        sizes = [size for path, size in files.items() if "/" not in path and path.endswith(suffix)]
+        if sizes:
+            return sum(sizes)
+    return None
+
+
+def model_room_bytes(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return how large the folder of the hub's models may grow: the free space of its disk, and no
+    more than MODEL_ROOM, the limit of a pod's volume; None if neither is known."""
+    limit = env.get(MODEL_ROOM, "")
+    known = [int(limit)] if limit.isdigit() else []
+    if (home := hub_home(env)).is_dir():
+        known.append(shutil.disk_usage(home).free)
+    return min(known, default=None)
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    return (env.get("HF_ENDPOINT") or HUB).rstrip("/")
+
+
+def _hub_request(path: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the address of a path of the hub, and the headers with the token."""
+    token = hub_token(env)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return f"{_endpoint(env)}/{path}", headers
