@@ -48,7 +48,7 @@ test: install $(NODE)/.installed  ## every test that needs no GPU (ARGS="tests/u
 
 test-apiserver: install  ## the chart on a real Kubernetes API server (KUBEBUILDER_ASSETS=its folder)
 	@test -x "$(KUBEBUILDER_ASSETS)/kube-apiserver" -a -x "$(KUBEBUILDER_ASSETS)/etcd" || \
-	  { echo 'error: KUBEBUILDER_ASSETS must name a folder with kube-apiserver and etcd: export KUBEBUILDER_ASSETS=$$(setup-envtest use -p path 1.34)' >&2; exit 1; }
+	  { echo 'error: KUBEBUILDER_ASSETS must name a folder with kube-apiserver and etcd: export KUBEBUILDER_ASSETS=$$(setup-envtest use -p path 1.36)' >&2; exit 1; }
 	$(BIN)/python -m pytest -p no:cacheprovider $(ARGS) tests/apiserver
 
 check: install  ## for each edit: style, and tests that are quick and need no engine

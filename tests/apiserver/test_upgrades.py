@@ -68,12 +68,21 @@ def test_an_edit_takes_effect_by_helm_3s_patches_and_back(
 ) -> None:
     if kubectl() is None:
         pytest.skip("there is no kubectl")
-    old, new = objects(CLUSTER), objects(merged(CLUSTER, changes))
+    old, new = without_hooks(CLUSTER), without_hooks(merged(CLUSTER, changes))
     apply(server, namespace, old)
     apply(server, namespace, new)
     assert kept(server, namespace, old, new) == []
     apply(server, namespace, old)
     assert kept(server, namespace, new, old) == []
+
+
+def without_hooks(values: dict[str, Any]) -> list[Object]:
+    """The objects of a release that Helm patches."""
+    return [
+        one
+        for one in objects(values)
+        if "helm.sh/hook" not in (one["metadata"].get("annotations") or {})
+    ]
 
 
 def kept(server: ApiServer, namespace: str, old: list[Object], new: list[Object]) -> list[str]:
@@ -97,15 +106,12 @@ def test_a_field_that_no_upgrade_can_change_is_refused_and_the_guides_way_works(
     release = Helm(server, namespace)
     values = merged(CLUSTER, base)
     release.install(values)
-    kind, name = said.removesuffix(":").split()[:2]
-    name = name.removesuffix(":")
+    kind, name = said.replace(":", "").split()[:2]
     before = server.get("RayService", namespace, "demo")["metadata"]["generation"]
     with pytest.raises(helm.HelmError) as refused:
         release.upgrade(merged(values, changes))
-    text = str(refused.value)
-    field = said.split()[2]
-    assert re.search(r"immutable|cannot be changed|Forbidden|may not change|can not be", text), text
-    assert field.rpartition(".")[2].partition("[")[0] in text or "spec" in text
+    assert name in str(refused.value)
+    assert re.search(r"immutable|may not change", str(refused.value)), refused.value
     assert server.get("RayService", namespace, "demo")["metadata"]["generation"] == before
     path = server.path(kind, namespace, name)
     server.ask("DELETE", path)

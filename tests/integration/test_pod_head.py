@@ -14,7 +14,7 @@ from tests.support.app import until
 from tests.support.chart import merged, objects, preset
 from tests.support.pod_network import OPERATOR, Pod, PodNetwork, can_make_networks
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(450)]
 
 GIVE_UP = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Variable of the seconds after which a Ray node without a head ends. Ray's default: 60."""

@@ -27,7 +27,7 @@ VARIABLE = "KUBEBUILDER_ASSETS"
 NEEDED = ("etcd", "kube-apiserver")
 HOW_TO_GET = (
     f"{VARIABLE} must name a folder with kube-apiserver and etcd: "
-    "export KUBEBUILDER_ASSETS=$(setup-envtest use -p path 1.34); CONTRIBUTING.md says more"
+    "export KUBEBUILDER_ASSETS=$(setup-envtest use -p path 1.36); CONTRIBUTING.md says more"
 )
 RAY = {"RayService": "rayservices", "RayCluster": "rayclusters"}
 OTHERS = {
@@ -67,6 +67,8 @@ AT_HAND: list[Object] = [
     },
 ]
 """Objects of the cluster that the pods of some sets of values name."""
+ACCOUNTS = ("default", "llm", "own")
+"""ServiceAccounts that namespaces have, or that sets of values name."""
 START_S = 120.0
 
 
@@ -168,11 +170,13 @@ class ApiServer:
     # Objects
 
     def namespace(self, **labels: str) -> str:
-        """The name of a new namespace, with the account that each has."""
+        """The name of a new namespace with `ACCOUNTS`."""
         self._namespaces += 1
         name = f"ns-{self._namespaces}"
         metadata = {"name": name, "labels": labels}
         self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        for account in ACCOUNTS:
+            self.create({"kind": "ServiceAccount", "metadata": {"name": account}}, name)
         return name
 
     def path(self, kind: str, namespace: str, name: str = "") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import helm_python as helm
 import yaml
 
-from tests.support.apiserver import KINDS, ApiServer, assets
+from tests.support.apiserver import ACCOUNTS, KINDS, ApiServer, assets
 from tests.support.chart import CHART
 from tests.support.chart_objects import LOADER, Object, cluster_of, groups, quantity
 from tests.support.chart_patches import leftovers
@@ -119,9 +119,9 @@ def kubectl() -> Path | None:
 
 
 def names(server: ApiServer, kind: str, namespace: str) -> set[str]:
-    """Names of all objects of a kind, but for what each namespace has."""
-    ours = {"kube-root-ca.crt", "default"}
-    return {one["metadata"]["name"] for one in server.list(kind, namespace)} - ours
+    """Names of all objects of a kind, without those that the namespace had."""
+    first = {"kube-root-ca.crt", *ACCOUNTS}
+    return {one["metadata"]["name"] for one in server.list(kind, namespace)} - first
 
 
 def rest(server: ApiServer, namespace: str) -> set[str]:
