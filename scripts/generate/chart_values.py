@@ -35,6 +35,7 @@ class EnvSource(Group):
     valueFrom: Object
 
 
+CPUS = "CPUs, both requested and the limit. Ray has as many to give to replicas, rounded up."
 POD_TEMPLATE: Object = {
     "additionalProperties": False,
     "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}},
@@ -67,7 +68,7 @@ class Image(Group):
 class Pods(Group):
     """Settings of the pods of a group."""
 
-    cpu: Quantity = Field(default="1", description="CPUs, both requested and the limit.")
+    cpu: Quantity = Field(default="1", description=CPUS)
     memory: Quantity = Field(
         default="4Gi",
         description="Memory, both requested and the limit. It includes /dev/shm, so in engine pods "
@@ -103,7 +104,10 @@ class Pods(Group):
 class Head(Pods):
     """Ray's head: the cluster's state, the dashboard and Serve's controller. It runs no engine."""
 
-    cpu: Quantity = Field(default="2", description="CPUs, both requested and the limit.")
+    cpu: Quantity = Field(
+        default="2",
+        description="CPUs, both requested and the limit. Ray gives them to no replica.",
+    )
 
 
 class Gateway(Pods):
@@ -115,7 +119,7 @@ class Engines(Pods):
     """Pods of engines, one replica each; `config.prefill.replicas` or `config.decode.replicas`, or
     as many as the load takes within the bounds of the role's `autoscaling`."""
 
-    cpu: Quantity = Field(default="4", description="CPUs, both requested and the limit.")
+    cpu: Quantity = Field(default="4", description=CPUS)
     memory: Quantity = Field(
         default="16Gi",
         description="Memory, both requested and the limit. It includes /dev/shm, so in engine pods "
@@ -181,9 +185,9 @@ class ModelCache(Group):
     )
     warmUp: bool = Field(
         default=False,
-        description="Run a Job that downloads the model into the claim at install and upgrade, so "
-        "that pods do not. For `claim` and `new`. Its pod is scheduled as prefill's, with the same "
-        "variables.",
+        description="Run a Job for each model that downloads it into the claim at install and "
+        "upgrade, so that pods do not. For `claim` and `new`. Its pod is scheduled as prefill's, "
+        "with the same variables.",
     )
     tokenSecret: OptionalName = Field(
         default="",
@@ -386,7 +390,9 @@ class GcsFaultTolerance(Group):
     says what it costs to lose it."""
 
     redisAddress: str = Field(
-        default="", description="`host:port` of a Redis. Empty: the state is lost with the head."
+        default="",
+        description="`host:port` of a Redis, `rediss://host:port` with TLS, several with commas. "
+        "Empty: the state is lost with the head.",
     )
     username: str = Field(default="", description="User of Redis. Empty: Redis's default.")
     passwordSecret: OptionalName = Field(

@@ -176,7 +176,14 @@ class ApiServer:
         metadata = {"name": name, "labels": labels}
         self.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
         for account in ACCOUNTS:
-            self.create({"kind": "ServiceAccount", "metadata": {"name": account}}, name)
+            self.create(
+                {
+                    "apiVersion": "v1",
+                    "kind": "ServiceAccount",
+                    "metadata": {"name": account},
+                },
+                name,
+            )
         return name
 
     def path(self, kind: str, namespace: str, name: str = "") -> str:

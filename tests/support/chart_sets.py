@@ -104,6 +104,10 @@ _CHANGES: dict[str, tuple[Changes, Changes]] = {
             }
         },
     ),
+    "several models, downloaded before": (
+        CLUSTER,
+        {"config.models": {"a": {"model": {"id": "org/a"}}, "b": {"model": {"id": "org/b"}}}},
+    ),
     "a model in NFS": (
         NODE,
         {

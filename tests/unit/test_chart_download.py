@@ -94,3 +94,19 @@ def test_the_download_runs_as_a_prefill_pod_would_and_stays() -> None:
     assert command[:3] == ["hf", "download", "Qwen/Qwen2.5-7B-Instruct"]
     assert "original/*" in command, "a second copy of the weights"
     assert command[-2:] == ["--revision", "abc"]
+
+
+def test_each_of_several_models_is_downloaded_once() -> None:
+    """By its own revision. One that lies in a folder is not, nor is one twice for two names."""
+    engine = {"prefill": {"engine": {"revision": "abc"}}}
+    models = {
+        "a": {"model": {"source": "org/a"}, **engine},
+        "b": {"model": {"id": "org/b"}},
+        "c": {"model": {"id": "c", "source": "org/b"}},
+        "d": {"model": {"source": "/weights/d"}},
+    }
+    jobs = of_kind(objects(merged(CLUSTER, {"config.models": models})), "Job")
+    commands = [job["spec"]["template"]["spec"]["containers"][0]["command"] for job in jobs]
+    found = sorted((command[2], "abc" in command) for command in commands)
+    assert found == [("org/a", True), ("org/b", False)]
+    assert len({job["metadata"]["name"] for job in jobs}) == 2

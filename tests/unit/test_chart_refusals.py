@@ -79,10 +79,10 @@ BY_THE_CHART: dict[str, tuple[dict[str, Any], Changes, str]] = {
         {"config.model.source": "/mnt/model"},
         "modelCache.warmUp: config.model.source is the folder /mnt/model",
     ),
-    "a download of several models": (
+    "a download of several folders": (
         CLUSTER,
-        {"config.models": {"a": {}, "b": {}}},
-        "modelCache.warmUp: downloads the model of config.model only",
+        {"config.models": {"a": {"model": {"source": "/a"}}, "b": {"model": {"source": "/b"}}}},
+        "modelCache.warmUp: config.models.a.model.source is the folder /a, config.models.b",
     ),
     # Engines that do not fit into a pod
     "pipeline parallel": (
