@@ -89,7 +89,7 @@ class Helm:
         return found
 
     def _done(self, release: Object) -> None:
-        self._revision = int(release["version"])
+        self._revision = int(release["revision"])
         self._old[self._revision] = [
             one for one in yaml.load_all(release["manifest"], LOADER) if one
         ]
