@@ -194,6 +194,20 @@ BY_THE_CHART: dict[str, tuple[dict[str, Any], Changes, str]] = {
         {"config.models.a": {"prefill": {"env": {"HF_TOKEN": "x"}}}},
         "config.models.a.prefill.env.HF_TOKEN: would",
     ),
+    "a token in a variable of a pod template": (
+        LAPTOP,
+        in_pods(initContainers=[{"name": "fetch", "env": [{"name": "HF_TOKEN", "value": "x"}]}]),
+        "prefill.podTemplate: the variable HF_TOKEN of fetch would stand in the RayService",
+    ),
+    "a password in an address of a pod template": (
+        LAPTOP,
+        in_pods(
+            containers=[
+                {"name": "agent", "env": [{"name": "DB", "value": "postgres://me:pw@db/x"}]},
+            ]
+        ),
+        "prefill.podTemplate: the variable DB of agent would stand in the RayService",
+    ),
     "a password in a proxy's address": (
         LAPTOP,
         {"prefill.env": {"HTTPS_PROXY": "http://me:pw@proxy:3128"}},

@@ -92,15 +92,30 @@
 {{- range $model, $own := $config.models -}}
 {{- $_ := set $places (printf "config.models.%s.%s" $model $role) (get ($own | default dict) $role | default dict | dig "env" dict) -}}
 {{- end -}}
+{{- $spec := get $.Values $role | dig "podTemplate" "spec" dict -}}
+{{- range $container := concat ($spec.containers | default list) ($spec.initContainers | default list) -}}
+{{- range $container.env -}}
+{{- if and .value (include "headrace.isSecret" (dict "name" .name "value" .value)) -}}
+{{- fail (printf "%s.podTemplate: the variable %s of %s would stand in the RayService in plain text; give it by valueFrom.secretKeyRef" $role .name $container.name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $place, $env := $places -}}
 {{- range $name, $value := $env -}}
-{{- if regexMatch "://[^/@:]*:[^/@]+@" (toString $value) -}}
+{{- if include "headrace.isSecret" (dict "name" "" "value" $value) -}}
 {{- fail (printf "%s.env.%s: has a password, which would stand in the RayService in plain text; set %s.env.%s.valueFrom.secretKeyRef instead, and allow its port in networkPolicy.extraEgress" $place $name $role $name) -}}
 {{- end -}}
-{{- if and (not (kindIs "map" $value)) (regexMatch "(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$" $name) -}}
+{{- if and (not (kindIs "map" $value)) (include "headrace.isSecret" (dict "name" $name "value" "")) -}}
 {{- fail (printf "%s.env.%s: would stand in the RayService in plain text; set %s.env.%s.valueFrom.secretKeyRef instead" $place $name $role $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Not empty if a variable is secret by its name, or has an address with a password. Takes a dict: name, value. */}}
+{{- define "headrace.isSecret" -}}
+{{- if or (regexMatch "(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$" .name) (regexMatch "://[^/@:]*:[^/@]+@" (toString .value)) -}}
+yes
 {{- end -}}
 {{- end -}}
