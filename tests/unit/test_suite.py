@@ -75,9 +75,11 @@ time.sleep(600)
         assert not set(run.marked(run.MARK, other[1])) & set(run.marked(run.MARK, run.begin()))
 
 
-def test_each_file_of_tests_without_a_gpu_is_in_one_part_of_a_whole_run() -> None:
+def test_each_file_that_needs_neither_a_gpu_nor_an_api_server_is_in_one_part_of_a_run() -> None:
     found = [file for part in PARTS for file in part.files]
-    all_files = {file for file in (ROOT / "tests").rglob("test_*.py") if "gpu" not in file.parts}
+    apart = {"gpu", "apiserver"}
+    files = (ROOT / "tests").rglob("test_*.py")
+    all_files = {file for file in files if not apart & set(file.parts)}
     assert len(found) == len(all_files) and set(found) == all_files
     assert {file for part in CHECK for file in part.files} <= all_files
 
