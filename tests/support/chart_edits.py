@@ -38,6 +38,12 @@ EDITS: dict[str, Changes] = {
         "modelCache": {"type": "claim", "claimName": "models", "warmUp": True},
     },
     "models in a folder": {"modelCache.type": "hostPath", "modelCache.warmUp": False},
+    "a model in an OCI image": {
+        "config.model.id": "m",
+        "config.model.source": "oci://registry.corp/m:1",
+        "modelCache.warmUp": False,
+    },
+    "compiled code in a claim": {"compileCache": {"type": "claim", "claimName": "compiled"}},
     "another port and type": {"service.port": 80, "service.type": "NodePort"},
     "a load balancer": {
         "service.type": "LoadBalancer",

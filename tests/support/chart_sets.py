@@ -137,12 +137,16 @@ _CHANGES: dict[str, tuple[Changes, Changes]] = {
     ),
     "a model in an OCI image": (
         NODE,
+        {"config.model.source": "oci://registry.corp:5000/qwen:1", "modelCache.size": "1Gi"},
+    ),
+    "several models in OCI images": (
+        NODE,
         {
-            "config.model.source": "/weights",
-            **in_pods(
-                volumes=[{"name": "weights", "image": {"reference": "registry.corp/qwen:1"}}],
-                containers=main(volumeMounts=[{"name": "weights", "mountPath": "/weights"}]),
-            ),
+            "config.models": {
+                "a": {"model": {"source": "oci://registry.corp/a:1"}},
+                "b": {"model": {"source": "oci://registry.corp/b@sha256:0#models/b"}},
+                "c": {"model": {"source": "org/c"}},
+            }
         },
     ),
     "a mirror of the hub, with a download before": (

@@ -72,3 +72,31 @@ def test_the_gpus_and_ranks_of_a_model_are_those_of_its_pods() -> None:
     assert a["replicas"] == 3 * found["decode-b"]["replicas"]
     limits = a["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == "2"
+
+
+def test_a_model_in_an_oci_image_is_a_folder_of_its_engine_pods() -> None:
+    """Behind `#` is a folder of the image."""
+    for values, wanted in (
+        (
+            SETS["several models in OCI images"],
+            {
+                "a": ("registry.corp/a:1", "/weights"),
+                "b": ("registry.corp/b@sha256:0", "/weights/models/b"),
+            },
+        ),
+        (SETS["a model in an OCI image"], {"": ("registry.corp:5000/qwen:1", "/weights")}),
+    ):
+        models = validate(app_of(objects(values)), files_here=False).served_models()
+        for name, group in groups(objects(values)).items():
+            spec = group["template"]["spec"]
+            found = [volume["image"] for volume in spec["volumes"] if "image" in volume]
+            role, _, model = name.partition("-")
+            if role not in ("prefill", "decode") or model not in wanted:
+                assert found == [], name
+                continue
+            image, folder = wanted[model]
+            assert found == [{"reference": image, "pullPolicy": "IfNotPresent"}]
+            assert models[model].model.source == folder
+            for container in (spec["containers"][0], spec["initContainers"][-1]):
+                mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+                assert mounts["weights"] == "/weights"

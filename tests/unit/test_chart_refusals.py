@@ -57,12 +57,12 @@ BY_THE_CHART: dict[str, tuple[dict[str, Any], Changes, str]] = {
     "a model from s3": (
         NODE,
         {"config.model.source": "s3://models/qwen"},
-        "config.model.source: must be a name on the hub or a folder",
+        "config.model.source: must be a name on the hub, a folder, or oci:// with an image",
     ),
-    "a model from oci": (
-        NODE,
-        {"config.model.source": "oci://registry.corp/qwen"},
-        "config.model.source: must be a name on the hub or a folder",
+    "a download of an OCI image": (
+        CLUSTER,
+        {"config.model.source": "oci://registry.corp/qwen:1"},
+        "modelCache.warmUp: config.model.source is the folder oci://registry.corp/qwen:1",
     ),
     "one of several models from s3": (
         TWO_MODELS,

@@ -70,6 +70,7 @@ def test_a_field_that_no_upgrade_can_change_is_known(
         ({"config.gateway.max_concurrent": 7}, False),
         ({"config.speculation.enabled": True}, False),
         ({"config.model.source": "org/other"}, False),
+        ({"config.model.source": "oci://registry.corp/other:1"}, True),
         ({"config.decode.engine": {"max_num_seqs": 7}}, False),
         ({"config.decode.replicas": 7}, False),
         ({"config.gateway.replicas": 3}, False),

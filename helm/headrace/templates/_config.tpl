@@ -44,6 +44,16 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- $_ := set $own "resources" (dict (printf "headrace_%s" $role) 1) -}}
 {{- $_ := set $config $role $own -}}
 {{- end -}}
+{{- /* A model in an OCI image is a folder of a volume: _pod.tpl. */ -}}
+{{- $models := list ($config.model | default dict) -}}
+{{- range $own := $config.models -}}
+{{- $models = append $models ($own.model | default dict) -}}
+{{- end -}}
+{{- range $model := $models -}}
+{{- if hasPrefix "oci://" ($model.source | default "") -}}
+{{- $_ := set $model "source" (include "headrace.ociFolder" $model.source) -}}
+{{- end -}}
+{{- end -}}
 {{- $store := $config.store | default dict -}}
 {{- if eq .Values.disk.type "none" -}}
 {{- if $store.nvme_folder -}}
@@ -54,6 +64,23 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- $_ := set $config "store" $store -}}
 {{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* The folder in pods of a model's source `oci://IMAGE` or `oci://IMAGE#FOLDER`. */}}
+{{- define "headrace.ociFolder" -}}
+{{- $parts := splitn "#" 2 . -}}
+/weights{{ with $parts._1 }}/{{ trimAll "/" . }}{{ end }}
+{{- end -}}
+
+{{/* The image with a model's files; empty if its source is no image. Takes a dict: root, model (its
+name in `config.models`, empty without). */}}
+{{- define "headrace.ociImage" -}}
+{{- $config := .root.Values.config -}}
+{{- $own := get ($config.models | default dict) (.model | default "") | default dict -}}
+{{- $source := dig "source" "" (ternary $config.model $own.model (empty .model) | default dict) -}}
+{{- if hasPrefix "oci://" $source -}}
+{{- (splitn "#" 2 (trimPrefix "oci://" $source))._0 -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "headrace.gatewayPods" -}}

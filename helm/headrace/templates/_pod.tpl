@@ -109,6 +109,7 @@ store's arena, Ray's objects, the engines' queues), /models.
 {{- $keys := include "headrace.keys" $root -}}
 {{- $tls := $root.Values.tls.existingSecret -}}
 {{- $disk := and $engine (ne $root.Values.disk.type "none") -}}
+{{- $weights := ternary (include "headrace.ociImage" (dict "root" $root "model" .model)) "" $engine -}}
 {{- $drainSeconds := hasKey $config "drain_s" | ternary $config.drain_s 120 | float64 | ceil | int -}}
 {{- $resources := dict "cpu" (include "headrace.text" $group.cpu) "memory" (include "headrace.text" $group.memory) -}}
 {{- range $key, $count := $group.resources -}}
@@ -247,6 +248,9 @@ spec:
         {{- if $engine }}
         - {name: models, mountPath: /models}
         {{- end }}
+        {{- if $weights }}
+        - {name: weights, mountPath: /weights, readOnly: true}
+        {{- end }}
         {{- if $disk }}
         - {name: kv, mountPath: {{ $config.store.nvme_folder }}}
         {{- end }}
@@ -287,6 +291,10 @@ spec:
       {{- else }}
       persistentVolumeClaim: {claimName: {{ include "headrace.modelClaim" $root }}}
       {{- end }}
+    {{- end }}
+    {{- if $weights }}
+    - name: weights
+      image: {reference: {{ $weights | quote }}, pullPolicy: {{ $root.Values.image.pullPolicy }}}
     {{- end }}
     {{- if $disk }}
     - name: kv
