@@ -38,6 +38,8 @@ def main(**container: Any) -> list[Changes]:
     return [{"name": "ray-worker", **container}]
 
 
+MODELS = [{"name": "models", "mountPath": "/models"}]
+
 EVERYTHING = {
     "monitoring.podMonitor": True,
     "monitoring.prometheusRule": True,
@@ -118,20 +120,28 @@ _CHANGES: dict[str, tuple[Changes, Changes]] = {
             ),
         },
     ),
-    "a model from S3 by an init container": (
+    "a model in a bucket": (
+        NODE,
+        {
+            "config.model.source": "s3://models/qwen/",
+            **both("ROLE.env", {"AWS_SECRET_ACCESS_KEY": secret("s3", "secret")}),
+        },
+    ),
+    "models in buckets of other clouds, one copied before": (
+        CLUSTER,
+        {
+            "config.models": {
+                "a": {"model": {"source": "gs://models/a"}},
+                "b": {"model": {"source": "oci://registry.corp/b:1"}},
+            },
+        },
+    ),
+    "a folder that an init container fills": (
         NODE,
         {
             "config.model.source": "/models/qwen",
-            "modelCache.type": "ephemeral",
             **in_pods(
-                initContainers=[
-                    {
-                        "name": "fetch",
-                        "image": "amazon/aws-cli:2",
-                        "command": ["aws", "s3", "sync", "s3://models/qwen", "/models/qwen"],
-                        "volumeMounts": [{"name": "models", "mountPath": "/models"}],
-                    }
-                ]
+                initContainers=[{"name": "fetch", "image": "tool:2", "volumeMounts": MODELS}]
             ),
         },
     ),

@@ -100,3 +100,39 @@ def test_a_model_in_an_oci_image_is_a_folder_of_its_engine_pods() -> None:
             for container in (spec["containers"][0], spec["initContainers"][-1]):
                 mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
                 assert mounts["weights"] == "/weights"
+
+
+def test_a_model_in_a_bucket_is_copied_before_the_preflight() -> None:
+    """By the image itself, with the engine's variables and identity, and without its devices."""
+    values = SETS["a model in a bucket"]
+    model = validate(app_of(objects(values)), files_here=False).model
+    for name, group in groups(objects(values)).items():
+        spec = group["template"]["spec"]
+        names = [each["name"] for each in spec["initContainers"]]
+        if name not in ("prefill", "decode"):
+            assert names == ["preflight"]
+            continue
+        assert names == ["model", "preflight"]
+        copy, engine = spec["initContainers"][0], spec["containers"][0]
+        assert copy["command"][:4] == ["headrace", "model", "copy", "s3://models/qwen/"]
+        assert [copy["command"][4]] == [model.source]
+        assert model.source is not None and model.source.startswith("/models/qwen-")
+        assert (copy["env"], copy["image"]) == (engine["env"], engine["image"])
+        assert copy["resources"]["limits"].keys() == {"cpu", "memory"}
+        assert "/models" in {mount["mountPath"] for mount in copy["volumeMounts"]}
+
+
+def test_a_model_in_a_bucket_can_be_copied_by_the_job_and_two_buckets_have_two_folders() -> None:
+    values = SETS["models in buckets of other clouds, one copied before"]
+    [job] = of_kind(objects(values), "Job")
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    models = validate(app_of(objects(values)), files_here=False).served_models()
+    source = models["a"].model.source
+    assert container["command"] == ["headrace", "model", "copy", "gs://models/a", source]
+    folders = {
+        app_of(objects(merged(VALUES, {"config.models.small.model": {"source": url}})))["models"][
+            "small"
+        ]["model"]["source"]
+        for url in ("s3://a/qwen", "s3://b/qwen", "az://a/qwen")
+    }
+    assert len(folders) == 3

@@ -54,19 +54,19 @@ BY_THE_CHART: dict[str, tuple[dict[str, Any], Changes, str]] = {
         {"config.model.id": "Qwen/Qwen3-8B"},
         "config.model.source: is still the chart's own",
     ),
-    "a model from s3": (
+    "a model from the web": (
         NODE,
-        {"config.model.source": "s3://models/qwen"},
-        "config.model.source: must be a name on the hub, a folder, or oci:// with an image",
+        {"config.model.source": "https://files.corp/qwen"},
+        "config.model.source: must be a name on the hub, a folder, or an address that begins",
     ),
     "a download of an OCI image": (
         CLUSTER,
         {"config.model.source": "oci://registry.corp/qwen:1"},
         "modelCache.warmUp: config.model.source is the folder oci://registry.corp/qwen:1",
     ),
-    "one of several models from s3": (
+    "one of several models from the web": (
         TWO_MODELS,
-        {"config.models.a": {"model": {"source": "s3://b/m"}}},
+        {"config.models.a": {"model": {"source": "http://b/m"}}},
         "config.models.a.model.source: must be a name",
     ),
     "a download without a claim": (

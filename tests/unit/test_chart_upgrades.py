@@ -71,6 +71,7 @@ def test_a_field_that_no_upgrade_can_change_is_known(
         ({"config.speculation.enabled": True}, False),
         ({"config.model.source": "org/other"}, False),
         ({"config.model.source": "oci://registry.corp/other:1"}, True),
+        ({"config.model.source": "s3://models/other"}, True),
         ({"config.decode.engine": {"max_num_seqs": 7}}, False),
         ({"config.decode.replicas": 7}, False),
         ({"config.gateway.replicas": 3}, False),

@@ -16,7 +16,7 @@
 {{- range $path, $model := $models -}}
 {{- $source := $model.source | default $model.id | default "" -}}
 {{- if regexMatch "^[a-zA-Z0-9]+://" $source -}}
-{{- fail (printf "%s.model.source: must be a name on the hub, a folder, or oci:// with an image, got %s; docs/kubernetes.md says how a bucket becomes a folder" $path $source) -}}
+{{- fail (printf "%s.model.source: must be a name on the hub, a folder, or an address that begins with s3://, gs://, az:// or oci://, got %s" $path $source) -}}
 {{- end -}}
 {{- end -}}
 {{- $managed := dict "RAY_REDIS_ADDRESS" "gcsFaultTolerance.redisAddress" "REDIS_USERNAME" "gcsFaultTolerance.username" "REDIS_PASSWORD" "gcsFaultTolerance.passwordSecret" "RAY_enable_autoscaler_v2" "autoscalerOptions.version" -}}

@@ -44,14 +44,14 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- $_ := set $own "resources" (dict (printf "headrace_%s" $role) 1) -}}
 {{- $_ := set $config $role $own -}}
 {{- end -}}
-{{- /* A model in an OCI image is a folder of a volume: _pod.tpl. */ -}}
+{{- /* A model in an OCI image or a bucket is a folder of a volume: _pod.tpl. */ -}}
 {{- $models := list ($config.model | default dict) -}}
 {{- range $own := $config.models -}}
 {{- $models = append $models ($own.model | default dict) -}}
 {{- end -}}
 {{- range $model := $models -}}
-{{- if hasPrefix "oci://" ($model.source | default "") -}}
-{{- $_ := set $model "source" (include "headrace.ociFolder" $model.source) -}}
+{{- with include "headrace.modelFolder" ($model.source | default "") -}}
+{{- $_ := set $model "source" . -}}
 {{- end -}}
 {{- end -}}
 {{- $store := $config.store | default dict -}}
@@ -66,21 +66,23 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- toYaml $config -}}
 {{- end -}}
 
-{{/* The folder in pods of a model's source `oci://IMAGE` or `oci://IMAGE#FOLDER`. */}}
-{{- define "headrace.ociFolder" -}}
+{{/* The folder in pods of a model in an OCI image (`oci://IMAGE` or `oci://IMAGE#FOLDER`) or in a
+bucket (`s3://BUCKET/PREFIX`); empty for other sources. */}}
+{{- define "headrace.modelFolder" -}}
+{{- if hasPrefix "oci://" . -}}
 {{- $parts := splitn "#" 2 . -}}
 /weights{{ with $parts._1 }}/{{ trimAll "/" . }}{{ end }}
+{{- else if regexMatch "^(s3|gs|az)://" . -}}
+/models/{{ trimSuffix "/" . | base }}-{{ sha256sum . | trunc 8 }}
+{{- end -}}
 {{- end -}}
 
-{{/* The image with a model's files; empty if its source is no image. Takes a dict: root, model (its
+{{/* A model's source as the values give it; empty if they do not. Takes a dict: root, model (its
 name in `config.models`, empty without). */}}
-{{- define "headrace.ociImage" -}}
+{{- define "headrace.modelSource" -}}
 {{- $config := .root.Values.config -}}
 {{- $own := get ($config.models | default dict) (.model | default "") | default dict -}}
-{{- $source := dig "source" "" (ternary $config.model $own.model (empty .model) | default dict) -}}
-{{- if hasPrefix "oci://" $source -}}
-{{- (splitn "#" 2 (trimPrefix "oci://" $source))._0 -}}
-{{- end -}}
+{{- dig "source" "" (ternary $config.model $own.model (empty .model) | default dict) -}}
 {{- end -}}
 
 {{- define "headrace.gatewayPods" -}}

@@ -37,6 +37,11 @@ configuration), model (its name in `config.models`, empty without).
 {{- if and $memory (gt $inMemory (include "headrace.number" $memory | float64)) -}}
 {{- fail (printf "%s.memory: is %s, but the pod's volumes in memory, such as shm of podTemplate, take %.0f MiB of it; raise the memory" .role $memory (divf $inMemory 1048576)) -}}
 {{- end -}}
+{{- $source := include "headrace.modelSource" (dict "root" $root "model" .model) -}}
+{{- if and (has .role (list "prefill" "decode")) (regexMatch "^(s3|gs|az)://" $source) -}}
+{{- $copy := include "headrace.modelCopy" (dict "root" $root "main" $main "source" $source) | fromYaml -}}
+{{- $_ := set $spec "initContainers" (append ($spec.initContainers | default list) $copy) -}}
+{{- end -}}
 {{- if $root.Values.preflight.enabled -}}
 {{- $check := pick $main "image" "imagePullPolicy" "securityContext" "resources" "envFrom" "volumeMounts" -}}
 {{- $_ := set $check "name" "preflight" -}}
@@ -47,6 +52,24 @@ configuration), model (its name in `config.models`, empty without).
 {{- end -}}
 {{- include "headrace.asTexts" $pod -}}
 {{- toYaml $pod -}}
+{{- end -}}
+
+{{/* The container that copies a model out of a bucket, with the variables and volumes of an engine's.
+Takes a dict: root, main (the engine's container), source. */}}
+{{- define "headrace.modelCopy" -}}
+{{- $copy := pick .main "image" "imagePullPolicy" "env" "envFrom" -}}
+{{- $mounts := list -}}
+{{- range .main.volumeMounts -}}
+{{- if not (has .name (list "kv" "shm" "config")) -}}
+{{- $mounts = append $mounts . -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $copy "name" "model" -}}
+{{- $_ := set $copy "command" (list "headrace" "model" "copy" .source (include "headrace.modelFolder" .source)) -}}
+{{- $_ := set $copy "securityContext" (include "headrace.rights" .root | fromYaml) -}}
+{{- $_ := set $copy "resources" (dict "requests" (dict "cpu" "500m" "memory" "1Gi") "limits" (dict "cpu" "2" "memory" "4Gi")) -}}
+{{- $_ := set $copy "volumeMounts" $mounts -}}
+{{- toYaml $copy -}}
 {{- end -}}
 
 {{/* Makes texts of numbers and booleans where Kubernetes takes texts only: labels, annotations, node
@@ -109,7 +132,8 @@ store's arena, Ray's objects, the engines' queues), /models.
 {{- $keys := include "headrace.keys" $root -}}
 {{- $tls := $root.Values.tls.existingSecret -}}
 {{- $disk := and $engine (ne $root.Values.disk.type "none") -}}
-{{- $weights := ternary (include "headrace.ociImage" (dict "root" $root "model" .model)) "" $engine -}}
+{{- $source := ternary (include "headrace.modelSource" (dict "root" $root "model" .model)) "" $engine -}}
+{{- $weights := ternary (splitn "#" 2 (trimPrefix "oci://" $source))._0 "" (hasPrefix "oci://" $source) -}}
 {{- $drainSeconds := hasKey $config "drain_s" | ternary $config.drain_s 120 | float64 | ceil | int -}}
 {{- $resources := dict "cpu" (include "headrace.text" $group.cpu) "memory" (include "headrace.text" $group.memory) -}}
 {{- range $key, $count := $group.resources -}}

@@ -36,6 +36,25 @@ def model_fetch(
     models.fetch(name)
 
 
+@model_app.command("copy")
+def model_copy(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="s3://BUCKET/PREFIX, gs:// or az://.", show_default=False
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder to copy into.", show_default=False)
+    ],
+) -> None:
+    """Copy a model out of an object store into a folder, and print the folder; continues a copy
+    that broke."""
+    from headrace.cli import models
+
+    models.copy(url, folder)
+
+
 @model_app.command("list")
 def model_list(as_json: JsonOption = False) -> None:
     """List the models that Headrace knows by name."""

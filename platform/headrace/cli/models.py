@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from rich.table import Table
 
 from headrace import model as models
 from headrace.cli.console import CliError, human_bytes, stdout
+from headrace.model.bucket import SCHEMES, copy_bucket
 
 T = TypeVar("T")
 
@@ -17,6 +19,14 @@ T = TypeVar("T")
 def fetch(name: str) -> None:
     """Download a model, with a progress bar on stderr, and print its folder."""
     print(_call(lambda: models.fetch(name)))
+
+
+def copy(url: str, folder: Path) -> None:
+    """Copy a model out of an object store, with a progress bar on stderr, and print its folder."""
+    if not url.startswith(SCHEMES):
+        raise CliError(f"{url}: must begin with {', '.join(SCHEMES)}")
+    with models.terminal() as report:
+        print(_call(lambda: copy_bucket(url, folder, report)))
 
 
 def show_list(*, as_json: bool) -> None:

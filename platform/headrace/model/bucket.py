@@ -1,0 +1,104 @@
+"""Copies a model out of an object store into a folder.
+
+A file gets its name when it is whole. So a copy that broke continues with the files that are
+missing, and several machines may copy into one folder at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from headrace.model.progress import Progress, silent
+from headrace.model.registry import ModelError
+from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
+
+SCHEMES = ("s3://", "gs://", "az://")
+CHUNK_BYTES = 16 << 20
+FILES_AT_ONCE = 8
+TIMEOUT_S = 120.0
+LEFT_S = 3600.0
+"""Age after which a part of a file is taken for one that a dead process has left."""
+
+
+def copy_bucket(url: str, folder: Path, report: Progress = silent) -> Path:
+    """Copy all objects below a URL into a folder, and return the folder.
+
+    Credentials and the region come from the environment, as the clouds' own tools read them.
+
+    Raises:
+        ModelError: the store cannot be read, or what lies there is no model.
+    """
+    try:
+        client = StoreClient(url, _options(url, os.environ), TIMEOUT_S)
+        files = [each for each in client.list() if not each.name.endswith("/")]
+    except (ImportError, ValueError) as error:
+        raise ModelError(str(error)) from None
+    except ObjectError as error:
+        raise ModelError(f"{url}: {error}") from None
+    if "config.json" not in {each.name for each in files}:
+        raise ModelError(f"{url} has no config.json: name the folder with the model's files")
+    for each in files:
+        if {"", ".", ".."} & set(each.name.split("/")):
+            raise ModelError(f"{url}: the name {each.name!r} is no path of a model's file")
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_left(folder)
+    work = _Copy(client, folder, sum(each.size_bytes for each in files), report)
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        try:
+            list(pool.map(work.copy, files))
+        except ObjectError as error:
+            pool.shutdown(cancel_futures=True)
+            raise ModelError(f"{url}: {error}") from None
+    return folder
+
+
+class _Copy:
+    """One copy into a folder, by several threads."""
+
+    def __init__(
+        self, client: StoreClient, folder: Path, total_bytes: int, report: Progress
+    ) -> None:
+        self._client, self._folder, self._report = client, folder, report
+        self._total_bytes, self._done_bytes = total_bytes, 0
+        self._lock = threading.Lock()
+
+    def copy(self, file: Listed) -> None:
+        """Copy a file, unless one of its size is there."""
+        target = self._folder / file.name
+        if target.is_file() and target.stat().st_size == file.size_bytes:
+            self._count(file.size_bytes)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{socket.gethostname()}.part")
+        with part.open("wb") as out:
+            for offset in range(0, file.size_bytes, CHUNK_BYTES):
+                wanted = min(CHUNK_BYTES, file.size_bytes - offset)
+                data = self._client.get(file.name, offset, wanted)
+                if len(data) != wanted:
+                    raise ObjectError("failed", f"{file.name} has changed during the copy")
+                out.write(data)
+                self._count(wanted)
+        part.replace(target)
+
+    def _count(self, size_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += size_bytes
+            self._report("copying the model", self._done_bytes, self._total_bytes)
+
+
+def _remove_left(folder: Path) -> None:
+    for part in folder.rglob(".*.part"):
+        if time.time() - part.stat().st_mtime > LEFT_S:
+            part.unlink(missing_ok=True)
+
+
+def _options(url: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the client's options: the endpoint of an S3 server of one's own, HTTP included."""
+    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    return {"endpoint": endpoint} if endpoint and url.startswith("s3://") else {}
