@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.config.load import validate
+from headrace.model.room import MODEL_ROOM
 from tests.support.chart import merged, objects, preset
 from tests.support.chart_objects import Object, app_of, groups, of_kind
 from tests.support.chart_sets import SETS
@@ -118,6 +119,9 @@ def test_a_model_in_a_bucket_is_copied_before_the_preflight() -> None:
         assert [copy["command"][4]] == [model.source]
         assert model.source is not None and model.source.startswith("/models/qwen-")
         assert (copy["env"], copy["image"]) == (engine["env"], engine["image"])
+        small = merged(values, {"modelCache": {"type": "ephemeral", "size": "1Gi"}})
+        limited = groups(objects(small))[name]["template"]["spec"]["initContainers"][0]
+        assert {"name": MODEL_ROOM, "value": str(2**30)} in limited["env"]
         assert copy["resources"]["limits"].keys() == {"cpu", "memory"}
         assert "/models" in {mount["mountPath"] for mount in copy["volumeMounts"]}
 

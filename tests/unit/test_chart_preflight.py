@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from headrace.cli.doctor.pod import Pod
-from headrace.cli.probes.net import MODEL_ROOM
 from headrace.config.load import validate
+from headrace.model.room import MODEL_ROOM
 from tests.support.chart import CHART, PRESETS, merged, objects, pods, preset, variables
 from tests.support.chart_objects import app_of, of_kind
 from tests.support.served import tiny_values

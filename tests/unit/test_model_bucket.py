@@ -13,6 +13,7 @@ from headrace.cli import models
 from headrace.cli.console import CliError
 from headrace.model import ModelError, bucket
 from headrace.model.bucket import copy_bucket
+from headrace.model.room import MODEL_ROOM
 from headrace_kvstore.objects.object_client import ObjectError, StoreClient
 from tests.support.kvobjects import BUCKET, s3_options, s3_server
 
@@ -87,6 +88,20 @@ def test_the_part_of_a_file_that_a_dead_pod_left_is_removed(
     os.utime(old, (time.time() - 7200,) * 2)
     copy_bucket(URL, tmp_path)
     assert files_in(tmp_path) == {**FILES, ".b.pod-2.part": b"half"}
+
+
+def test_a_model_that_does_not_fit_is_not_begun(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pod would be evicted. What is there needs no room."""
+    whole = sum(map(len, FILES.values()))
+    monkeypatch.setenv(MODEL_ROOM, str(whole - 1))
+    with pytest.raises(ModelError, match=f"room for {whole - 1} bytes"):
+        copy_bucket(URL, tmp_path)
+    assert files_in(tmp_path) == {}
+    (tmp_path / "config.json").write_bytes(FILES["config.json"])
+    copy_bucket(URL, tmp_path)
+    assert files_in(tmp_path) == FILES
 
 
 def test_a_folder_without_a_model_is_refused(client: StoreClient, tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ configuration), model (its name in `config.models`, empty without).
 {{- toYaml $pod -}}
 {{- end -}}
 
+{{/* The limit of an empty volume of models, beyond which a pod is evicted, as a variable in a list. */}}
+{{- define "headrace.modelRoom" -}}
+{{- if eq .Values.modelCache.type "ephemeral" }}
+- {name: HEADRACE_MODEL_ROOM_BYTES, value: {{ include "headrace.number" .Values.modelCache.size | float64 | printf "%.0f" | quote }}}
+{{- end }}
+{{- end -}}
+
 {{/* The container that copies a model out of a bucket, with the variables and volumes of an engine's.
 Takes a dict: root, main (the engine's container), source. */}}
 {{- define "headrace.modelCopy" -}}
@@ -64,6 +71,7 @@ Takes a dict: root, main (the engine's container), source. */}}
 {{- $mounts = append $mounts . -}}
 {{- end -}}
 {{- end -}}
+{{- $_ := set $copy "env" (concat .main.env (include "headrace.modelRoom" .root | fromYamlArray)) -}}
 {{- $_ := set $copy "name" "model" -}}
 {{- $_ := set $copy "command" (list "headrace" "model" "copy" .source (include "headrace.modelFolder" .source)) -}}
 {{- $_ := set $copy "securityContext" (include "headrace.rights" .root | fromYaml) -}}
@@ -100,9 +108,8 @@ selectors, variables. */}}
 {{- break }}
 {{- end }}
 {{- end }}
-{{- if and (has .role (list "prefill" "decode")) (eq .root.Values.modelCache.type "ephemeral") }}
-# A pod whose volume grows larger is evicted.
-- {name: HEADRACE_MODEL_ROOM_BYTES, value: {{ include "headrace.number" .root.Values.modelCache.size | float64 | printf "%.0f" | quote }}}
+{{- if has .role (list "prefill" "decode") }}
+{{- include "headrace.modelRoom" .root }}
 {{- end }}
 {{- with .root.Values.rayToken }}
 {{- if .existingSecret }}

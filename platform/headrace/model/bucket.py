@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.model.progress import Progress, silent
 from headrace.model.registry import ModelError
+from headrace.model.room import room_bytes
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 
 SCHEMES = ("s3://", "gs://", "az://")
@@ -48,6 +49,10 @@ def copy_bucket(url: str, folder: Path, report: Progress = silent) -> Path:
             raise ModelError(f"{url}: the name {each.name!r} is no path of a model's file")
     folder.mkdir(parents=True, exist_ok=True)
     _remove_left(folder)
+    missing = sum(each.size_bytes for each in files if not _is_there(each, folder))
+    room = room_bytes(folder)
+    if room is not None and missing > room:
+        raise ModelError(f"{folder} has room for {room} bytes, and {url} has {missing} more")
     work = _Copy(client, folder, sum(each.size_bytes for each in files), report)
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         try:
@@ -55,6 +60,9 @@ def copy_bucket(url: str, folder: Path, report: Progress = silent) -> Path:
         except ObjectError as error:
             pool.shutdown(cancel_futures=True)
             raise ModelError(f"{url}: {error}") from None
+        except OSError as error:
+            pool.shutdown(cancel_futures=True)
+            raise ModelError(f"{folder}: {error}") from None
     return folder
 
 
@@ -71,7 +79,7 @@ class _Copy:
     def copy(self, file: Listed) -> None:
         """Copy a file, unless one of its size is there."""
         target = self._folder / file.name
-        if target.is_file() and target.stat().st_size == file.size_bytes:
+        if _is_there(file, self._folder):
             self._count(file.size_bytes)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +98,11 @@ class _Copy:
         with self._lock:
             self._done_bytes += size_bytes
             self._report("copying the model", self._done_bytes, self._total_bytes)
+
+
+def _is_there(file: Listed, folder: Path) -> bool:
+    path = folder / file.name
+    return path.is_file() and path.stat().st_size == file.size_bytes
 
 
 def _remove_left(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import ssl
 import time
 from collections.abc import Mapping
@@ -12,12 +11,11 @@ from pathlib import Path
 
 import httpx
 
+from headrace.model.room import room_bytes
 from headrace_kvstore.protocol.address import host_port
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 HUB = "https://huggingface.co"
-MODEL_ROOM = "HEADRACE_MODEL_ROOM_BYTES"
-"""Environment variable that the chart sets: the limit of the volume with the models."""
 
 
 def kubernetes_url(env: Mapping[str, str] = os.environ) -> str | None:
@@ -121,13 +119,8 @@ def hub_weight_bytes(name: str, env: Mapping[str, str] = os.environ) -> int | No
 
 
 def model_room_bytes(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return how large the folder of the hub's models may grow: the free space of its disk, and no
-    more than MODEL_ROOM, the limit of a pod's volume; None if neither is known."""
-    limit = env.get(MODEL_ROOM, "")
-    known = [int(limit)] if limit.isdigit() else []
-    if (home := hub_home(env)).is_dir():
-        known.append(shutil.disk_usage(home).free)
-    return min(known, default=None)
+    """Return how large the folder of the hub's models may grow; None if that is not known."""
+    return room_bytes(hub_home(env), env)
 
 
 def _endpoint(env: Mapping[str, str]) -> str:
