@@ -1,33 +1,53 @@
 """Tests of Triton kernels without a GPU, in Triton's interpreter.
 
-Triton interprets only what it is told to before it is imported. So a file with such tests is run
-again by a process of its own, in which `INTERPRETED` is true.
+Triton interprets only what it is told to before it is imported. So such tests are run again by a
+process of its own, in which `INTERPRETED` is true. It runs those of all files of a run, because
+most of its start is the import of vLLM.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 
+from tests.support import run
+from tests.support.costs import REPORT, Costs
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MARKER = "interpreted"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 outside = pytest.mark.skipif(INTERPRETED, reason="is that process")
 
 
-def passes_in_the_interpreter(*tests: str) -> None:
-    """Run them in that process; fails if one fails.
+def pass_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    """Fail if a test fails, in that process, that the test of this request is marked with:
+    `@pytest.mark.interpreted(...)` names files, or single tests as pytest does."""
+    every = [mark for item in request.session.items for mark in item.iter_markers(MARKER)]
+    costs, log = _run(tuple(dict.fromkeys(test for mark in every for test in mark.args)))
+    for test in request.node.get_closest_marker(MARKER).args:
+        name = str(Path(test).relative_to(request.config.rootpath))
+        failed = [said for failed, said in costs.failures if failed.startswith(name)]
+        assert not failed, "\n\n".join(failed)[-4000:]
+        assert any(ran.startswith(name) for _, ran, _ in costs.tests), f"not run: {log[-4000:]}"
 
-    Args:
-        tests: files, or single tests as pytest names them.
-    """
+
+@cache
+def _run(tests: tuple[str, ...]) -> tuple[Costs, str]:
+    """What they cost in that process, failures included; and its output."""
+    report = run.folder() / "interpreted.json"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", REPORT: str(report)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    log = done.stdout + done.stderr
+    assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), log[-5000:]
+    return Costs(**json.loads(report.read_text())), log

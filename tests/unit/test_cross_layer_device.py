@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -35,9 +35,12 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.interpreted(__file__)
 @outside
-def test_the_attention_for_gpus_holds_in_the_interpreter() -> None:
-    passes_in_the_interpreter(__file__)
+def test_the_attention_for_gpus_holds_in_the_interpreter(
+    request: pytest.FixtureRequest,
+) -> None:
+    pass_in_the_interpreter(request)
 
 
 def noise(seed: int, *shape: int) -> Tensor:

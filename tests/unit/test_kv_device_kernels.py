@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -18,12 +18,16 @@ from headrace_kvstore.blocks.sharding import Shard
 from headrace_kvstore.codec import LayerShape, Order
 
 DTYPES = ["float32", "bfloat16", "float16"]
+HERE = Path(__file__).parent
 CACHES = [
-    "moves_the_same_bytes_as_the_host_cache",
-    "takes_kernels_with_smaller_blocks",
-    "has_some_parts_of_each_layer",
-    "has_layers_of_two_groups",
-    "has_pages_of_a_pool",
+    f"{HERE}/test_kv_layout_vllm.py::test_the_device_cache_{what}"
+    for what in (
+        "moves_the_same_bytes_as_the_host_cache",
+        "takes_kernels_with_smaller_blocks",
+        "has_some_parts_of_each_layer",
+        "has_layers_of_two_groups",
+        "has_pages_of_a_pool",
+    )
 ]
 SMALL = LayerShape(2, 16, 32, "bfloat16", Order.HND)
 
@@ -34,12 +38,10 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.interpreted(__file__, *CACHES, str(HERE / "test_kv_read_paths.py"))
 @outside
-def test_kernels_equal_the_cpu_in_the_interpreter() -> None:
-    layouts = Path(__file__).with_name("test_kv_layout_vllm.py")
-    also = [f"{layouts}::test_the_device_cache_{what}" for what in CACHES]
-    also.append(str(Path(__file__).with_name("test_kv_read_paths.py")))
-    passes_in_the_interpreter(__file__, *also)
+def test_kernels_equal_the_cpu_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    pass_in_the_interpreter(request)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -40,9 +40,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.interpreted(__file__)
 @outside
-def test_the_backend_for_gpus_holds_in_the_interpreter() -> None:
-    passes_in_the_interpreter(__file__)
+def test_the_backend_for_gpus_holds_in_the_interpreter(
+    request: pytest.FixtureRequest,
+) -> None:
+    pass_in_the_interpreter(request)
 
 
 @inside

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -20,9 +20,12 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.interpreted(__file__)
 @outside
-def test_kernels_equal_the_reference_in_the_interpreter() -> None:
-    passes_in_the_interpreter(__file__)
+def test_kernels_equal_the_reference_in_the_interpreter(
+    request: pytest.FixtureRequest,
+) -> None:
+    pass_in_the_interpreter(request)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
