@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.imported import imports
+
 TESTS = Path(__file__).parent
 
 
@@ -38,12 +40,13 @@ def taken(found: list[Path], *names: str) -> tuple[Path, ...]:
     return tuple(wanted)
 
 
-def dealt(name: str, found: list[Path], pieces: int, *needs: float) -> list[Part]:
-    """Divide what is left of a folder, so that neighbours, which cost alike, go apart."""
-    return [Part(f"{name}-{n + 1}", tuple(found[n::pieces]), *needs) for n in range(pieces)]
+def needing_vllm(found: list[Path]) -> tuple[Path, ...]:
+    """Take those out of a list that import vLLM, which costs a process ten seconds of a core."""
+    return taken(found, *(f.stem.removeprefix("test_") for f in found if imports(f, "vllm")))
 
 
-APPS, UNIT, INTEGRATION = files("e2e"), files("unit"), files("integration")
+APPS, INTEGRATION = files("e2e"), files("integration")
+UNIT, PROPERTY = files("unit"), files("property")
 MODELS = taken(APPS, "models")
 SERVED = taken(APPS, "adapters", "sparse", "placement", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
@@ -66,21 +69,27 @@ KERNELS = [
 REST = taken(
     INTEGRATION, "pod_policies", "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps"
 )
-CHANGES = taken(INTEGRATION, "kv_changes_engine", "unsupported_engine")
+UNIT_VLLM = (*needing_vllm(UNIT), *needing_vllm(PROPERTY))
+ENGINES_VLLM = needing_vllm(INTEGRATION)
 
 PARTS = [
     # Nothing else begins beside these two: all others find their kernels compiled.
     *(Part(f"kernels-{n + 1}", found, 1.1, 3.0) for n, found in enumerate(KERNELS)),
     Part("app", tuple(APPS), 0.9, 7.0),
-    *dealt("engines", INTEGRATION, 2, 0.8, 5.5),
+    Part("engines-1", ENGINES_VLLM, 0.8, 5.5),
+    Part("engines-2", tuple(INTEGRATION), 0.8, 5.5),
     Part("ray", RAY, 0.4, 2.0),
-    Part("changes", CHANGES, 0.8, 5.5),
     Part("served", SERVED, 1.0, 9.0),
     Part("models", MODELS, 0.9, 9.0),
-    *dealt("unit", UNIT, 2, 0.4, 3.0),
+    Part("unit-1", UNIT_VLLM, 0.8, 3.0),
+    Part("unit-2", tuple(UNIT), 0.8, 3.0),
     Part("rest", REST, 0.7, 4.0),
     Part("interpreted", INTERPRETED, 0.8, 2.5),
-    Part("property", tuple(files("property")), 0.8, 1.0),
+    Part("property", tuple(PROPERTY), 0.8, 1.0),
 ]
 """In the order in which they begin, where there is room."""
-CHECK = [*dealt("unit", files("unit"), 2, 0.6, 3.0), PARTS[-1]]
+CHECK = [
+    Part("unit-1", UNIT_VLLM, 0.8, 3.0),
+    Part("unit-2", (*RAY, *INTERPRETED, *KERNELS[0], *KERNELS[1], *UNIT), 0.8, 3.0),
+    PARTS[-1],
+]
