@@ -33,7 +33,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     nodes: list[Node] = []
 
     def start(name: str, environment: dict[str, str] | None = None, **values: Any) -> Node:
-        node = Node(tmp_path / name, environment, **(FAST | values))
+        node = Node(tmp_path / name, environment, forked=True, **(FAST | values))
         nodes.append(node)
         return node.ready()
 

@@ -1,6 +1,7 @@
-"""Programs with vLLM that begin in a second: forked from a process that has imported it.
+"""Programs with vLLM that begin in a second: forked from a process that has imported it. So are
+store nodes: NIXL imports torch.
 
-`Forked` is as much of `subprocess.Popen` as `benchmarks.kvstore.child.Child` uses. The process that
+`Forked` is as much of `subprocess.Popen` as the tests use. The process that
 has imported vLLM is multiprocessing's fork server. It begins with the first program, and ends with
 this process. What the environment says before vLLM is imported is the first program's.
 """
@@ -34,6 +35,8 @@ IMPORTED = [
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "headrace_engine.store_connector",
+    "headrace_kvstore.node.node",
+    "nixl._api",
     "tests.support.stored",
 ]
 
@@ -65,6 +68,10 @@ class Forked:
         """Its process."""
         assert self._process.pid is not None
         return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        """A signal."""
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""

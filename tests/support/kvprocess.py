@@ -14,16 +14,27 @@ import yaml
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
+from tests.support.forked import Forked
 from tests.support.kvnode import settings, until_arena
 
 ROOT = Path(__file__).parents[2]
 
 
 class Node:
-    """`python -m headrace_kvstore node`, with all that it keeps below `folder`."""
+    """`python -m headrace_kvstore node`, with all that it keeps below `folder`.
+
+    Args:
+        forked: from a process that has imported what it needs.
+    """
+
+    process: subprocess.Popen[bytes] | Forked
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str] | None = None, **values: Any
+        self,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        forked: bool = False,
+        **values: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
@@ -31,20 +42,19 @@ class Node:
         config = folder.parent / f"{folder.name}.yaml"
         config.write_text(yaml.safe_dump(self.settings.model_dump(mode="json")))
         self._log = folder.parent / f"{folder.name}.log"
+        command = [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "kvstore"), **(environment or {})}
+        if forked:
+            self.process = Forked(command, env, self._log)
+            return
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "kvstore"), **(environment or {})},
-            )
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env)
 
     def ready(self) -> Node:
         """Wait until it listens, and has its arena if it can."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line == "ready\n":  # NIXL has its say before
+            if line == b"ready\n":  # NIXL has its say before
                 until_arena(self.stats)
                 return self
         raise AssertionError(self.said())
@@ -56,7 +66,9 @@ class Node:
     def close(self) -> None:
         """Kill it if it runs, and have pytest show its log should the test have failed."""
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.wait(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         print(f"{self.folder.name}:\n{self.said()}")
 
     def kill(self) -> None:
@@ -64,7 +76,7 @@ class Node:
         self.process.kill()
         self.process.wait(10)
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         """With SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(10)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing.context
 import os
 import time
 from collections import Counter
@@ -17,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_engine.connector.loading import file_loader as files
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params, pull_params
 from headrace_engine.kv_transfer.ports import free_port_block
@@ -228,7 +228,11 @@ class Engine:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+        from headrace_engine.connector.loading import file_loader as files
+
         files.FileIo = SlowMover  # type: ignore[misc]
+        if ranks > 1:
+            _fork_workers()
         transfer = None
         self._stores = store is not None
         if store is not None:
@@ -391,6 +395,12 @@ class Engine:
     def close(self) -> None:
         time.sleep(0.5)  # for saves under way
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _fork_workers() -> None:
+    """Have vLLM's workers forked, as it does but on CPUs, where each would import vLLM again."""
+    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
 
 
 def side_channel(ranks: int = 1) -> dict[str, str]:
