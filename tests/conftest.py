@@ -23,7 +23,10 @@ PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # A busy machine may take any time for an example, and for drawing one.
 hypothesis.settings.register_profile(
-    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "any-machine",
+    max_examples=int(os.environ.get("HEADRACE_TEST_EXAMPLES", "50")),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("any-machine")
 
@@ -40,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # A killed engine leaves its sockets: here they go with the run.
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(run.folder()))
+    # Serve's controller looks ten times a second otherwise, which is a twentieth of a core.
+    os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
     # A Ray node starts as many workers as it has cores otherwise, whether or not they are needed.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     startup = str(Path(sitecustomize.__file__).parent)

@@ -76,11 +76,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def client(app: App) -> Iterator[openai.OpenAI]:
-    """Of the app that the module's tests ask for; a request that fails is not sent again."""
-    with openai.OpenAI(
-        base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as client:
-        yield client
+    """Of the app that the module's tests ask for; a request that fails is not sent again. It has
+    the app's connections: to make others, it would read all certificates of the machine."""
+    yield openai.OpenAI(
+        base_url=f"{app.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=app.client,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ class Conversation:
             temperature=0,
             extra_headers={"x-request-id": name},
         )
-        plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=60).json()
+        plan = self._served.get(f"/headrace/v1/plans/{name}")
         self.plans.append({**plan, "prompt": len(self._tokens)})
         wait_until_heard(self._served, heard, new_blocks(plan, len(self._tokens)))
 
@@ -141,7 +141,7 @@ def gateways(served: ServedApp) -> dict[int, dict[str, Any]]:
     """What each gateway knows of the replicas, by its process; asked until both have answered."""
     found: dict[int, dict[str, Any]] = {}
     for _ in range(20):
-        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["gateway"]
+        status = served.get("/headrace/v1/status")["gateway"]
         found[status["pid"]] = status["router"]
         if len(found) == 2:
             break
@@ -189,10 +189,7 @@ def test_gateways_admit_by_what_replicas_told_and_tell_each_other(
         )
 
     def queues() -> list[dict[str, object]]:
-        every = (
-            httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["gateway"]
-            for _ in range(20)
-        )
+        every = (served.get("/headrace/v1/status")["gateway"] for _ in range(20))
         return list({status["pid"]: status["queue"] for status in every}.values())
 
     def know_each_other() -> bool:
@@ -245,7 +242,7 @@ def test_a_prefill_replica_that_becomes_slow_gets_no_more_work(
     with ordered(served, "remote"):
         went = asked()
         slow = next(went)
-        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()
+        status = served.get("/headrace/v1/status")
         pid = next(each["pid"] for each in status["replicas"] if each["replica_id"] == slow)
         with slowed(engine_core(pid).pid):
             last = deque(islice(went, 10), maxlen=10)
@@ -295,7 +292,7 @@ def test_a_replica_that_is_silent_for_ten_seconds_loses_nothing_and_blocks_are_f
     served: ServedApp, client: openai.OpenAI
 ) -> None:
     """Neither reports nor what happens to its blocks come from it for ten seconds."""
-    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()
+    status = served.get("/headrace/v1/status")
     silent = next(each for each in status["replicas"] if each["role"] == "decode")
     talks = [Conversation(served, client, 300 + seed) for seed in range(CONVERSATIONS)]
     for talk in talks:
@@ -386,7 +383,7 @@ def test_streams_go_on_when_their_replica_stops_or_dies(
     for stream in whole:
         stream.join()
     streams = streams_of(served)
-    replicas = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["replicas"]
+    replicas = served.get("/headrace/v1/status")["replicas"]
     victim = Counter(stream.replica for stream in streams).most_common(1)[0][0]
     pid = next(one["pid"] for one in replicas if one["replica_id"] == victim)
     stopped = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
@@ -32,6 +33,7 @@ from tests.support import run
 from tests.support.app import until
 from tests.support.chart import merged, objects, pods, preset, serve_config
 from tests.support.chart_objects import cluster_of
+from tests.support.load import separate_connections
 from tests.support.program import ROOT, say
 from tests.support.tiny import tiny_llama
 
@@ -135,6 +137,7 @@ class ServedApp:
         scheme = "https" if "tls_cert_file" in gateway else "http"
         self.url = f"{scheme}://127.0.0.1:{gateway['port']}"
         self._deployments = dict(deployments or {})
+        self._client: httpx.Client | None = None
         self.folder = run.folder() / "served"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.keys = {name: new_key() for name in ("operator", "shop", "shop-2", "bank")}
@@ -166,6 +169,8 @@ class ServedApp:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._client is not None:
+            self._client.close()
         assert self._driver.stdin is not None
         self._driver.stdin.close()
         try:
@@ -179,6 +184,12 @@ class ServedApp:
     def bearer(self, name: str) -> dict[str, str]:
         """Headers that show this key."""
         return {"authorization": f"Bearer {self.keys[name]}"}
+
+    def get(self, path: str) -> Any:
+        """The JSON document at a path, over a connection of its own: any gateway may answer."""
+        if self._client is None:
+            self._client = separate_connections(self.url, 60.0)
+        return self._client.get(path).json()
 
     @property
     def asks_for_keys(self) -> bool:
