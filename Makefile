@@ -64,7 +64,9 @@ contracts: install  ## what another version of vLLM would break (VLLM=0.33.0)
 
 soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)
 	HEADRACE_TEST_SET="speculation.enabled=false" \
-	  $(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e tests/integration tests/unit/test_images.py
+	  $(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e tests/integration \
+	    tests/unit/test_images.py tests/unit/test_batches_kills.py tests/unit/test_conversations_kills.py
+	HEADRACE_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -p no:cacheprovider $(ARGS) tests/property
 
 bench: install  ## Headrace beside plain vLLM and Ray's own P/D app, the quick form
 	@mkdir -p $(dir $(BENCH_JSON))

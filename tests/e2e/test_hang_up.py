@@ -71,7 +71,7 @@ def test_many_at_once(app: App) -> None:
         with app.policy(way):
             streams = []
             for seed in range(8):
-                body = request(100, 100 + seed, stream=True)
+                body = request(40, 100 + seed, stream=True)
                 built = app.client.build_request("POST", "/v1/completions", json=body)
                 streams.append(app.client.send(built, stream=True))
             for stream in streams:

@@ -67,8 +67,8 @@ def test_a_plan_says_in_hindsight_what_it_reached(app: App, way: str) -> None:
 
 
 def test_the_status_sums_up_hits_and_advises_on_roles(app: App) -> None:
-    for _ in range(MIN_REQUESTS):
-        app.complete("Hello", max_tokens=4)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: app.complete("Hello", max_tokens=4), range(MIN_REQUESTS)))
     status = app.status()
     told = app.replica("decode")["router"]["outcomes"]
     assert told["requests"] >= MIN_REQUESTS
@@ -133,11 +133,11 @@ def test_the_running_requests_show_in_the_status(app: App) -> None:
 def test_a_short_prompt_is_answered_while_a_long_one_is_computed(app: App) -> None:
     """A prompt alone gets whole steps, so it must take several for another to come between."""
     with app.policy("local"), ThreadPoolExecutor(1) as pool:
-        long = pool.submit(app.complete, noise(6000, 81), max_tokens=1, cache_salt="long")
+        long = pool.submit(app.complete, noise(2000, 81), max_tokens=1, cache_salt="long")
         until(lambda: app.replica("decode")["running"] == 1, 10, "it is computed", every_s=0.05)
         app.complete(noise(20, 82), max_tokens=1)
         assert not long.done()
-        assert long.result()["usage"]["prompt_tokens"] == 6000
+        assert long.result()["usage"]["prompt_tokens"] == 2000
     app.wait_idle()
 
 

@@ -28,7 +28,7 @@ pytestmark = [
 
 MAX_TOKENS = 4
 ANSWER_LIMIT_S = 60.0
-SETTINGS = settings(derandomize=True, suppress_health_check=list(HealthCheck), max_examples=12)
+SETTINGS = settings(derandomize=True, suppress_health_check=list(HealthCheck), max_examples=6)
 
 OWN = openapi_document(headrace_version(), GatewaySettings(), keys_on=False)
 own = schemathesis.openapi.from_dict(OWN).exclude(method="PUT")

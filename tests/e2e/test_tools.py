@@ -144,18 +144,23 @@ def usage(app: App, path: str, body: Any, salt: str, name: str) -> tuple[int, in
     return told["usage"][name], told["usage"][f"{name}_details"]["cached_tokens"], told["id"]
 
 
-@pytest.mark.parametrize("ask", [of_chat, of_completion, of_response, of_message])
-@pytest.mark.parametrize("way", ["local", "remote"])
+@pytest.mark.parametrize(
+    ("ask", "way"),
+    [
+        *((of_chat, "local"), (of_chat, "remote"), (of_completion, "remote")),
+        *((of_response, "local"), (of_message, "remote")),
+    ],
+)
 def test_cached_tokens_are_those_that_no_engine_computed(
     app: App, ask: Callable[[App, str, str], tuple[int, int, str]], way: str
 ) -> None:
-    text, salt = "One, two, three. " * 90, uuid.uuid4().hex
+    text, salt = "One, two, three. " * 64, uuid.uuid4().hex
     with app.policy(way):
         first, second = ask(app, text, salt), ask(app, text, salt)
         plans = [app.plan(name) for _, _, name in (first, second)]
     assert [plan["kind"] for plan in plans] == [way, way]
     tokens, cached, _ = first
-    assert tokens > 400 and cached == 0
+    assert tokens > 280 and cached == 0
     assert second[0] == tokens and second[1] >= 256
     for (_, told, _), plan in zip((first, second), plans, strict=True):
         assert plan["measured"]["cached_tokens"] == told
@@ -164,7 +169,7 @@ def test_cached_tokens_are_those_that_no_engine_computed(
 def test_streamed_usage_is_the_same(app: App, client: openai.OpenAI) -> None:
     asked: Any = {
         "model": MODEL,
-        "messages": [{"role": "user", "content": "Four, five, six. " * 90}],
+        "messages": [{"role": "user", "content": "Four, five, six. " * 64}],
         "max_tokens": 2,
         "extra_body": {"cache_salt": uuid.uuid4().hex},
     }

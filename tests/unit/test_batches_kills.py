@@ -26,7 +26,7 @@ from tests.unit.gateway_fakes import FakeReplica, gateway_over, soon
 from tests.unit.gateway_process import GatewayProcess
 from tests.unit.responses_replica import client_of
 
-KILLS, LINES = 5, 400
+LINES = 400
 GATEWAY = """
 import asyncio, sys
 from pathlib import Path
@@ -59,7 +59,10 @@ async def some_time(replica: FakeReplica, request: web.Request) -> web.StreamRes
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_each_line_is_answered_once_after_gateways_were_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.soak)])
+async def test_each_line_is_answered_once_after_gateways_were_killed(
+    tmp_path: Path, kills: int
+) -> None:
     choice = random.Random(1)
     replica = await FakeReplica(some_time).start()
     gateway = await GatewayProcess.start(GATEWAY, replica, tmp_path)
@@ -67,7 +70,7 @@ async def test_each_line_is_answered_once_after_gateways_were_killed(tmp_path: P
     try:
         async with openai.AsyncOpenAI(base_url=gateway.url, api_key="none") as client:
             batch_id = (await start_batch(client, lines_of(texts))).id
-        for _ in range(KILLS):
+        for _ in range(kills):
             await asyncio.sleep(choice.uniform(0.1, 0.3))
             _, successor = await asyncio.gather(
                 gateway.kill(), GatewayProcess.start(GATEWAY, replica, tmp_path)

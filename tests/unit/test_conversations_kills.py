@@ -14,7 +14,7 @@ from tests.unit.gateway_fakes import MODEL, FakeReplica
 from tests.unit.gateway_process import GatewayProcess
 from tests.unit.responses_replica import respond
 
-KILLS, CLIENTS = 10, 3
+CLIENTS = 3
 GATEWAY = """
 import asyncio, sys
 from pathlib import Path
@@ -61,8 +61,9 @@ async def talk(url: str, name: str, any_whole: asyncio.Event) -> tuple[str | Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.soak)])
 async def test_every_turn_that_a_client_has_is_found_after_a_gateway_was_killed(
-    tmp_path: Path,
+    tmp_path: Path, kills: int
 ) -> None:
     choice = random.Random(1)
     replica = await FakeReplica(respond).start()
@@ -70,7 +71,7 @@ async def test_every_turn_that_a_client_has_is_found_after_a_gateway_was_killed(
     checked = 0
     try:
         async with openai.AsyncOpenAI(base_url=survivor.url, api_key="none") as client:
-            for kill in range(KILLS):
+            for kill in range(kills):
                 victim = await GatewayProcess.start(GATEWAY, replica, tmp_path)
                 any_whole = asyncio.Event()
                 talks = [
@@ -93,4 +94,4 @@ async def test_every_turn_that_a_client_has_is_found_after_a_gateway_was_killed(
     finally:
         await survivor.kill()
         await replica.stop()
-    assert checked >= KILLS
+    assert checked >= kills
