@@ -20,6 +20,7 @@ from tests.parts import CHECK, PARTS, Part
 from tests.support import run
 from tests.support.compiled import digest
 from tests.support.costs import BUDGET_S, SLOW_BUDGET_S, Costs, over_budget, slowest
+from tests.support.imported import imports
 from tests.support.tiny import KV_BYTES_PER_TOKEN, make_tiny_llama, tiny_llama
 from tests.support.truth import Truth, kept_answers
 
@@ -82,6 +83,26 @@ def test_each_file_that_needs_neither_a_gpu_nor_an_api_server_is_in_one_part_of_
     all_files = {file for file in files if not apart & set(file.parts)}
     assert len(found) == len(all_files) and set(found) == all_files
     assert {file for part in CHECK for file in part.files} <= all_files
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import vllm\n", True),
+        ("from vllm.config import VllmConfig\n", True),
+        ("def test() -> None:\n    from vllm import LLM\n", True),
+        ('envs = pytest.importorskip("vllm.envs")\n', True),
+        ("from headrace_engine.connector.loading import (\n    file_loader,\n)\n", True),
+        ("from tests.support.stored import StoredEngine  # in an engine only\n", False),
+        ("if TYPE_CHECKING:\n    from vllm import LLM\n", False),
+        ("import vllm_other\n", False),
+    ],
+)
+def test_it_is_known_which_files_of_tests_import_vllm(
+    tmp_path: Path, source: str, found: bool
+) -> None:
+    (file := tmp_path / "test_it.py").write_text(source)
+    assert imports(file, "vllm") is found
 
 
 def part(name: str, cores: float = 1.0, gb: float = 1.0) -> Part:
