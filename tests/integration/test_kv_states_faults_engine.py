@@ -48,6 +48,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 LENGTHS = [BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 700, 1700]
 PROMPTS = [prompt(tokens) for tokens in LENGTHS]
 LONG = PROMPTS[-1]
+TRUTHS: dict[tuple[int, ...], Stored] = {}
 LONG_BLOCKS = len(LONG) // BLOCK
 
 
@@ -99,8 +100,11 @@ def engine(machine: Machine, plain: StoredEngine) -> StoredEngine:
 
 
 def truths_of(plain: StoredEngine, *prompts: list[int]) -> list[Stored]:
-    """Right answers, each computed alone and from its start."""
-    return [plain.answers([each], anew=True)[0] for each in prompts]
+    """Right answers, each computed alone and from its start, once."""
+    for each in prompts:
+        if tuple(each) not in TRUTHS:
+            TRUTHS[tuple(each)] = plain.answers([each], anew=True)[0]
+    return [TRUTHS[tuple(each)] for each in prompts]
 
 
 def assert_same(answers: list[Stored], truths: list[Stored]) -> None:
@@ -167,7 +171,7 @@ def test_requests_with_one_prefix_at_once(plain: StoredEngine, engine: StoredEng
     assert engine.held_blocks() == 0
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("steps", [1, 3, 9])
 def test_aborted_requests_leave_right_states(
     plain: StoredEngine, engine: StoredEngine, steps: int
 ) -> None:

@@ -40,7 +40,9 @@ def check(answers: list[Any], truths: list[Any], cached: list[int]) -> None:
         assert answer["tokens"] == truth["tokens"]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "olmo3"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gpt_oss", pytest.param("olmo3", marks=pytest.mark.soak)]
+)
 def test_answers_are_those_of_an_engine_without_the_store(
     machine: StoreMachine, tmp_path: Path, family: str
 ) -> None:

@@ -19,8 +19,11 @@ FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:    .*\n)+", re.MULTILINE)
 
 
 def imports(test: Path, package: str) -> bool:
-    """Whether a file of tests imports the package, in a test at the latest; itself, or because it
-    imports a file of this repository that begins with importing it."""
+    """Whether a file of tests imports the package, in a test at the latest; itself, by a module's
+    name in a string, or because it imports a file of this repository that begins with importing it.
+    """
+    if re.search(rf'"{package}[."]', test.read_text("utf-8")):
+        return True
     seen, todo = {test}, list(_found(test, EVER))
     while todo:
         name = todo.pop()

@@ -28,6 +28,7 @@ class StoreNodeProcess:
         self.settings = settings
         self._process: Forked | None = None
         self._log = run.folder() / f"{settings['name']}.log"
+        self._log.touch()
 
     def start(self) -> StoreNodeProcess:
         """Begin, and wait until it listens and has its arena."""

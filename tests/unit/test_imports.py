@@ -61,12 +61,19 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports in a file."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@cache
 def imports() -> dict[str, set[str]]:
     """Which modules of ours each module names in an import, inside functions and for types too."""
     found: dict[str, set[str]] = {}
     for module, path in modules().items():
         named = found[module] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(path):
             if isinstance(node, ast.Import):
                 named.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -85,7 +92,7 @@ def imports_of_others(package: str) -> dict[str, set[str]]:
     too; modules that import none are left out."""
     found: dict[str, set[str]] = {}
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
@@ -137,7 +144,7 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
 def test_the_kv_store_imports_neither_vllm_nor_ray() -> None:
     for module, path in modules().items():
         if module.split(".")[0] == "headrace_kvstore":
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in statements(path):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 wrong = {name for name in names if name.split(".")[0] in ("vllm", "ray")}

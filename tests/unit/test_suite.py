@@ -95,6 +95,7 @@ def test_each_file_that_needs_neither_a_gpu_nor_an_api_server_is_in_one_part_of_
         ("from headrace_engine.connector.loading import (\n    file_loader,\n)\n", True),
         ("from tests.support.stored import StoredEngine  # in an engine only\n", False),
         ("if TYPE_CHECKING:\n    from vllm import LLM\n", False),
+        ('find("vllm.v1.worker.gpu_worker:Worker")\n', True),
         ("import vllm_other\n", False),
     ],
 )
