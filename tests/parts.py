@@ -48,7 +48,8 @@ def needing_vllm(found: list[Path]) -> tuple[Path, ...]:
 APPS, INTEGRATION = files("e2e"), files("integration")
 UNIT, PROPERTY = files("unit"), files("property")
 MODELS = taken(APPS, "models")
-SERVED = taken(APPS, "adapters", "sparse", "placement", "scaling", "keys")
+ADAPTERS = taken(APPS, "adapters")
+SERVED = taken(APPS, "sparse", "placement", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
 INTERPRETED = taken(
     UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "cross_layer_device"
@@ -66,9 +67,7 @@ KERNELS = [
         "cli_calibrate",
     ),
 ]
-REST = taken(
-    INTEGRATION, "pod_policies", "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps"
-)
+REST = taken(INTEGRATION, "pod_policies", "ipv6_only", "nixl_sleeps")
 UNIT_VLLM = (*needing_vllm(UNIT), *needing_vllm(PROPERTY))
 ENGINES_VLLM = needing_vllm(INTEGRATION)
 
@@ -77,7 +76,7 @@ PARTS = [
     *(Part(f"kernels-{n + 1}", found, 1.1, 3.0) for n, found in enumerate(KERNELS)),
     Part("app", tuple(APPS), 0.9, 7.0),
     Part("engines-1", ENGINES_VLLM, 0.8, 5.5),
-    Part("engines-2", tuple(INTEGRATION), 0.8, 5.5),
+    Part("engines-2", (*INTEGRATION, *ADAPTERS), 0.8, 9.0),
     Part("ray", RAY, 0.4, 2.0),
     Part("served", SERVED, 1.0, 9.0),
     Part("models", MODELS, 0.9, 9.0),

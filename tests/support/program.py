@@ -6,6 +6,7 @@ A program tells what it found with `say`, and `forked.told` reads that.
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,6 +28,13 @@ def engine_environment(**more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]),
         **more,
     }
+
+
+def fork_what_would_be_spawned() -> None:
+    """Have this program fork vLLM's workers and engine cores, as vLLM does but on CPUs, where each
+    would import it again."""
+    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
 
 
 def say(found: Any, to: TextIO | None = None) -> None:

@@ -17,9 +17,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from tests.support.program import ROOT, engine_environment, say
+from tests.support.forked import Forked
+from tests.support.program import engine_environment, fork_what_would_be_spawned, say
 
 NAME = "smollm2"
 REASONING_MARKS = "The", "ena"
@@ -67,22 +69,14 @@ def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[list[st
     Raises:
         RuntimeError: it did not start; with the end of its log.
     """
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rest_servers", model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=engine_environment(),
-            cwd=ROOT,
-        )
-        assert process.stdin is not None and process.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.support.rest_servers", model]
+        process = Forked(command, engine_environment(), log := Path(folder) / "log")
         try:
-            said = next((line for line in process.stdout if line.startswith('{"said"')), None)
+            said = next((line for line in process.stdout if line.startswith(b'{"said"')), None)
             if said is None:
-                log.seek(0)
-                raise RuntimeError(f"the servers did not start: {log.read()[-4000:]}")
+                text = log.read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"the servers did not start: {text}")
             yield [f"http://127.0.0.1:{port}" for port in json.loads(said)["said"]]
         finally:
             process.stdin.close()
@@ -117,6 +111,7 @@ async def _main(model: str) -> None:
     line += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     line += ["--enable-prompt-tokens-details", "--enable-scale-out"]
     line += ["--allowed-origins", json.dumps(["*"])]
+    fork_what_would_be_spawned()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     llm.grammars.start()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing.context
 import os
 import time
 from collections import Counter
@@ -24,7 +23,11 @@ from headrace_engine.kv_transfer.ports import free_port_block
 from tests.support import run
 from tests.support.forked import Forked
 from tests.support.kvnode import SlowMover
-from tests.support.program import IN_ONE_PROCESS, engine_environment
+from tests.support.program import (
+    IN_ONE_PROCESS,
+    engine_environment,
+    fork_what_would_be_spawned,
+)
 from tests.support.prompts import FIRST_TOKEN
 
 FORGET_S = 30.0
@@ -232,7 +235,7 @@ class Engine:
 
         files.FileIo = SlowMover  # type: ignore[misc]
         if ranks > 1:
-            _fork_workers()
+            fork_what_would_be_spawned()
         transfer = None
         self._stores = store is not None
         if store is not None:
@@ -395,12 +398,6 @@ class Engine:
     def close(self) -> None:
         time.sleep(0.5)  # for saves under way
         self._llm.llm_engine.engine_core.shutdown()
-
-
-def _fork_workers() -> None:
-    """Have vLLM's workers forked, as it does but on CPUs, where each would import vLLM again."""
-    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    contexts["spawn"] = contexts["fork"]
 
 
 def side_channel(ranks: int = 1) -> dict[str, str]:
