@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support import run
 from tests.support.forked import told
-from tests.support.program import say
+from tests.support.program import fork_what_would_be_spawned, say
 
 PROMPT = "The river rises in the hills. It flows through three towns. The three towns are called"
 TOKENS = 48
@@ -39,6 +39,7 @@ async def _main(model: str) -> dict[str, Any]:
     from headrace_decode.speculative.corpus_loader import CorpusLoader
     from headrace_decode.speculative.settings import engine_arguments
 
+    fork_what_would_be_spawned()
     arguments = AsyncEngineArgs(
         model=model,
         dtype="float32",

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from tests.support.program import say
+from tests.support.program import fork_what_would_be_spawned, say
 
 BLOCKS = 12
 """Of 128 tokens, fewer than the answers at once need."""
@@ -30,6 +30,7 @@ async def served(model: str) -> dict[str, Any]:
     from headrace_engine.vllm.usage_stats import ask_for_usage
 
     ask_for_usage()
+    fork_what_would_be_spawned()
     config = AsyncEngineArgs(
         model,
         dtype="float32",
