@@ -89,7 +89,7 @@ def test_decode_dies_under_load_and_no_stream_ends(app: App) -> None:
     pid = int(app.replica("decode")["pid"])
     with (
         Load(app.url, PROMPTS, clients=4, max_tokens=STREAM_TOKENS) as long,
-        Load(app.url, PROMPTS, clients=4, max_tokens=2) as short,
+        Load(app.url, PROMPTS, clients=2, max_tokens=2) as short,
     ):
         until(lambda: long.streaming() >= 2, 240, "two answers are being written", app.status)
         orphans = kill(pid)
