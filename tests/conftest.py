@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(run.folder()))
     # Serve's controller looks ten times a second otherwise, which is a twentieth of a core.
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3")
+    # Every call of an actor is told to the node's head otherwise, for a list that nobody reads.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # A Ray node starts as many workers as it has cores otherwise, whether or not they are needed.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     startup = str(Path(sitecustomize.__file__).parent)
