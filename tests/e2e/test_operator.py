@@ -133,11 +133,11 @@ def test_the_running_requests_show_in_the_status(app: App) -> None:
 def test_a_short_prompt_is_answered_while_a_long_one_is_computed(app: App) -> None:
     """A prompt alone gets whole steps, so it must take several for another to come between."""
     with app.policy("local"), ThreadPoolExecutor(1) as pool:
-        long = pool.submit(app.complete, noise(2000, 81), max_tokens=1, cache_salt="long")
+        long = pool.submit(app.complete, noise(3000, 81), max_tokens=1, cache_salt="long")
         until(lambda: app.replica("decode")["running"] == 1, 10, "it is computed", every_s=0.05)
         app.complete(noise(20, 82), max_tokens=1)
         assert not long.done()
-        assert long.result()["usage"]["prompt_tokens"] == 2000
+        assert long.result()["usage"]["prompt_tokens"] == 3000
     app.wait_idle()
 
 

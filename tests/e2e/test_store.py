@@ -16,6 +16,8 @@ from tests.support.prompts import noise
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK = 128
+BLOCKS = 3
+"""Full ones of a prompt."""
 
 
 def ask(app: App, prompt: list[int], salt: str) -> tuple[list[int], dict[str, Any]]:
@@ -57,33 +59,33 @@ def loaded_blocks(app: App) -> int:
 def test_the_prefill_engine_loads_what_the_decode_engine_computed(app: App) -> None:
     """It is tried again where the node answered too late for the plan, as on a busy machine."""
     for attempt in range(8):
-        prompt, salt = noise(5 * BLOCK + 40, 340 + attempt), uuid.uuid4().hex
+        prompt, salt = noise(BLOCKS * BLOCK + 40, 340 + attempt), uuid.uuid4().hex
         before = store(app)["tiers"]["dram"]["stored_total"]
         with app.policy("local"):
             computed, plan = ask(app, prompt, salt)
         assert (plan["kind"], plan["loaded_tokens"]) == ("local", 0)
-        saved(app, before, 5)
+        saved(app, before, BLOCKS)
         computed_before = app.replica("prefill")["prompt_tokens_computed"]
         loaded_before = loaded_blocks(app)
         with app.policy("remote"):
             loaded, plan = ask(app, prompt, salt)
         assert loaded == computed and plan["kind"] == "remote"
-        if plan["loaded_tokens"] == 5 * BLOCK:
+        if plan["loaded_tokens"] == BLOCKS * BLOCK:
             break
-    assert plan["loaded_tokens"] == 5 * BLOCK
+    assert plan["loaded_tokens"] == BLOCKS * BLOCK
     prefill = app.replica("prefill")
-    assert prefill["store"]["loaded_dram"] - loaded_before == 5
+    assert prefill["store"]["loaded_dram"] - loaded_before == BLOCKS
     assert prefill["prompt_tokens_computed"] - computed_before == 40
 
 
 def test_a_prompt_that_lies_on_disk_only_is_planned_as_loaded_and_loaded(app: App) -> None:
     """Tried anew where the node answered too late for the plan, as on a busy machine."""
     for attempt in range(8):
-        prompt, salt = noise(5 * BLOCK + 40, 320 + attempt), uuid.uuid4().hex
+        prompt, salt = noise(BLOCKS * BLOCK + 40, 320 + attempt), uuid.uuid4().hex
         before = store(app)["tiers"]["dram"]["stored_total"]
         with app.policy("local"):
             computed, _ = ask(app, prompt, salt)
-        saved(app, before, 5)
+        saved(app, before, BLOCKS)
         until(
             lambda: store(app)["write_behind"]["backlog_blocks"] == 0,
             60.0,
@@ -97,10 +99,10 @@ def test_a_prompt_that_lies_on_disk_only_is_planned_as_loaded_and_loaded(app: Ap
         with app.policy("remote"):
             loaded, plan = ask(app, prompt, salt)
         assert loaded == computed
-        assert app.replica("prefill")["store"]["loaded_nvme"] - loaded_before == 5
-        if plan["loaded_from"] == {"nvme": 5 * BLOCK}:
+        assert app.replica("prefill")["store"]["loaded_nvme"] - loaded_before == BLOCKS
+        if plan["loaded_from"] == {"nvme": BLOCKS * BLOCK}:
             break
-    assert (plan["kind"], plan["loaded_tokens"]) == ("remote", 5 * BLOCK)
+    assert (plan["kind"], plan["loaded_tokens"]) == ("remote", BLOCKS * BLOCK)
 
 
 def test_another_tenant_finds_nothing(app: App) -> None:
