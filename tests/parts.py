@@ -80,15 +80,15 @@ PARTS = [
     Part("ray", RAY, 0.4, 2.0),
     Part("served", SERVED, 1.0, 9.0),
     Part("models", MODELS, 0.9, 9.0),
-    Part("unit-1", UNIT_VLLM, 0.8, 3.0),
-    Part("unit-2", tuple(UNIT), 0.8, 3.0),
+    Part("unit-1", UNIT_VLLM, 0.6, 3.0),
+    Part("unit-2", tuple(UNIT), 0.5, 3.0),
     Part("rest", REST, 0.7, 4.0),
     Part("interpreted", INTERPRETED, 0.8, 2.5),
     Part("property", tuple(PROPERTY), 0.8, 1.0),
 ]
 """In the order in which they begin, where there is room."""
 CHECK = [
-    Part("unit-1", UNIT_VLLM, 0.8, 3.0),
+    Part("unit-1", UNIT_VLLM, 0.6, 3.0),
     Part("unit-2", (*RAY, *INTERPRETED, *KERNELS[0], *KERNELS[1], *UNIT), 0.8, 3.0),
     PARTS[-1],
 ]
