@@ -58,10 +58,11 @@ def pulled(
 
 
 MAMBA2 = ("falcon_h1", "granite")
+OF_MAMBA2 = [MAMBA2[0], pytest.param(MAMBA2[1], marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", "gpt_oss", "mistral", "llama4", *MAMBA2, "qwen3_next"]
+    "family", ["gemma3", "gpt_oss", "mistral", "llama4", *OF_MAMBA2, "qwen3_next"]
 )
 def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
     processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
@@ -100,7 +101,7 @@ def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
     assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.soak)])
 def test_a_prompt_whose_pull_fails_is_loaded_from_the_store(
     processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
 ) -> None:
@@ -127,7 +128,7 @@ def test_a_prompt_whose_pull_fails_is_loaded_from_the_store(
     assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)
 
 
-@pytest.mark.parametrize("family", MAMBA2)
+@pytest.mark.parametrize("family", OF_MAMBA2)
 def test_mamba_2_computes_long_prompts_beside_each_other_without_a_prefix_cache(
     processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.tiny import HEAD_DIM, POSITIONS, make_adapter, make_tiny_llam
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPTS = [noise(length, seed) for seed, length in enumerate([129, 1000, 2500])]
+PROMPTS = [noise(length, seed) for seed, length in enumerate([129, 700, 1300])]
 FOUND = [full_tokens(prompt) for prompt in PROMPTS]
 NONE = [0] * len(PROMPTS)
 SHORT = 4096

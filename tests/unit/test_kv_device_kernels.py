@@ -84,7 +84,7 @@ def _compile(kernel: Any, constants: dict[str, Any], options: Any = None) -> Non
 
 
 @inside
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.integers(1, 3), st.integers(1, 4), st.integers(1, 80).map(lambda n: 4 * n), st.integers(0)
 )
@@ -116,21 +116,21 @@ shapes = st.builds(
 
 
 @inside
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(shapes, st.integers(0, 2**31))
 def test_fp8_is_the_cpus(shape: LayerShape, seed: int) -> None:
     kernels.check_codec("cpu", "fp8", shape, seed)
 
 
 @inside
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(shapes, st.integers(0, 2**31))
 def test_int4_is_the_cpus(shape: LayerShape, seed: int) -> None:
     kernels.check_codec("cpu", "int4", shape, seed)
 
 
 @inside
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.sampled_from(["fp8", "int4"]), st.sampled_from(DTYPES), st.integers(0, 2**31))
 def test_any_bytes_decode_to_the_cpus_numbers(name: str, dtype: str, seed: int) -> None:
     kernels.check_any_bytes_decode("cpu", name, LayerShape(2, 16, 32, dtype, Order.HND), seed)
