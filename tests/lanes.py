@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.parts import CHECK, PARTS, Part
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
     marked = ["-m", DEFAULTS[mode]]
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return subprocess.call([*PYTEST, *marked, *arguments], cwd=ROOT)
-    began_s = time.monotonic()
+    began_s, busy_before_s = time.monotonic(), busy_s()
     shutil.rmtree(KEPT, ignore_errors=True)
     KEPT.mkdir(parents=True)
     parts = CHECK if mode == "check" else PARTS
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
         statuses = run_all(parts, test)
     except KeyboardInterrupt:
         return pytest.ExitCode.INTERRUPTED
-    print_costs(parts, mode, time.monotonic() - began_s)
+    print_costs(parts, mode, time.monotonic() - began_s, busy_s() - busy_before_s)
     bad = [code for code in statuses if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)]
     return bad[0] if bad else min(statuses)
 
@@ -136,7 +137,13 @@ def run_part(part: Part, arguments: list[str]) -> int:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out).wait()
 
 
-def print_costs(parts: Sequence[Part], mode: str, seconds: float) -> None:
+def busy_s() -> float:
+    """Seconds that the machine's cores have worked, for any program."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+def print_costs(parts: Sequence[Part], mode: str, seconds: float, busy: float) -> None:
     """The end of a run: what took too long, how many tests there were, the slowest ones, engines,
     time, and once more what failed."""
     if seconds > BUDGET_S[mode]:
@@ -152,6 +159,7 @@ def print_costs(parts: Sequence[Part], mode: str, seconds: float) -> None:
     tests = [test for cost in costs.values() for test in cost.tests]
     print(*slowest(tests), *over_budget(tests), sep="\n")
     print(f"vLLM engines started: {run.engine_starts()}; all in {seconds / 60:.1f} minutes")
+    print(f"{os.cpu_count()} cores worked {busy / 60:.1f} minutes, for other programs too")
     for cost in costs.values():
         for name, said in cost.failures:
             print(f"\nFAILED {name}\n{said}")
