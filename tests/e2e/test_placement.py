@@ -160,7 +160,7 @@ def wait_until_heard(served: ServedApp, before: Mapping[int, int], new: int) -> 
         all_heard = all(heard[pid] >= before.get(pid, 0) + new for pid in heard)
         if (over and all_heard) or time.monotonic() > deadline:
             return heard
-        time.sleep(0.05)
+        time.sleep(0.2)  # each gateway asks all replicas for its status
 
 
 def know_all(served: ServedApp) -> bool:
