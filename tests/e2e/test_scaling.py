@@ -26,7 +26,7 @@ START_S = 400
 NEVER_S = 3600.0
 PAUSE_S = 40.0
 """Between two streams of a client while a replica starts."""
-TOKENS = 200
+TOKENS = 120
 SCALING = {
     "min_replicas": 1,
     "max_replicas": 2,

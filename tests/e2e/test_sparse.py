@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = noise(MIN_TOKENS + 252, 40)
 MANY = 40
 """Tokens of an answer. Its first ones may be dense, while summaries are made."""
-LONG = 1000
+LONG = 500
 """Tokens of an answer during which its context is read again and dropped."""
 Found = tuple[str, list[str], list[float]]
 """The header that tells of techniques, tokens, and their log-probabilities."""
