@@ -25,7 +25,7 @@ from headrace.gateway import (
     build_gateway_app,
     serve_gateway,
 )
-from headrace.gateway.backend import NoMetrics
+from headrace.gateway.backend import GatewayMetrics
 from headrace_decode.http.public_routes import Route
 from headrace_decode.resume.emitted import HEADER, EmittedChoice, encode_line
 from tests.support.certificates import Authority
@@ -75,7 +75,7 @@ class OneReplica(EmptyCluster):
         return json.dumps(OwnTimes.seconds[-2000:]).encode()
 
 
-class OwnTimes(NoMetrics):
+class OwnTimes(GatewayMetrics):
     """Keeps what the gateway reports of itself."""
 
     seconds: list[float] = []

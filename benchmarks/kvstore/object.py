@@ -98,7 +98,7 @@ class Bench:
         self._saves = [
             WriteRequest(
                 *(name, int(row[0])),
-                payload_sums(SHAPE.digest, name, row, SHAPE.layer_bytes),
+                payload_sums(SHAPE.digest, name, 0, row, SHAPE.layer_bytes),
             )
             for name, row in zip(hashes, sources, strict=True)
         ]

@@ -291,7 +291,7 @@ def test_a_block_whose_sum_was_kept_while_its_bytes_were_changed_is_a_miss(
     _write(agent, name, memory, spoilt, memory.size)
     until(lambda: bool((arena.memory[at : at + len(memory)] == memory).all()), PATIENT_S)
     layers = spoilt + np.arange(SHAPE.layers) * SHAPE.layer_bytes
-    sums = payload_sums(DIGEST, keys(1)[0], layers, SHAPE.layer_bytes)
+    sums = payload_sums(DIGEST, keys(1)[0], 0, layers, SHAPE.layer_bytes)
     assert row == 0 and (sums == arena.sums(slots)[0]).all(), "the public sums must not tell"
     with pytest.raises(Exception):  # noqa: B017  # NIXL's own
         _write(agent, name, memory, int(arena.tables.sums.ctypes.data), 8)

@@ -103,7 +103,7 @@ class Engine:
                     self.arena.addresses(np.array([slot]))[0]
                     + np.arange(SHAPE.layers) * SHAPE.layer_bytes
                 )
-                sums = payload_sums(DIGEST, key(number), at, SHAPE.layer_bytes)
+                sums = payload_sums(DIGEST, key(number), 0, at, SHAPE.layer_bytes)
                 assert (sums == self.arena.sums(np.array([slot]))[0]).all(), number
         return [bool(slot >= 0) for slot in slots]
 

@@ -101,7 +101,7 @@ class Blocks:
         made = []
         for row, number in zip(self._addresses(0, len(numbers)), numbers, strict=True):
             self.memory[0, len(made)] = content(number)
-            sums = payload_sums(DIGEST, key(number), row, self.shape.layer_bytes)
+            sums = payload_sums(DIGEST, key(number), 0, row, self.shape.layer_bytes)
             parent = key(number - 1) if number else b""
             made.append(WriteRequest(key(number), int(row[0]), sums, parent, number, compute_s=0.5))
         return made

@@ -17,7 +17,7 @@ from headrace.config import GatewaySettings
 from headrace.config.tls_files import TlsFiles
 from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.app import GatewayApp
-from headrace.gateway.backend import NoMetrics
+from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.batches.routes import long_bodies
 from headrace.gateway.models.served_model import ModelSource
 from headrace_decode.http.public_routes import Route
@@ -264,7 +264,7 @@ async def gateway_of_models(
             ModelSource(model, cluster, adapters=(adapters or {}).get(model))
             for model, cluster in clusters.items()
         ],
-        metrics or NoMetrics(),
+        metrics or GatewayMetrics(),
         state,
         batches=batch_state,
     )

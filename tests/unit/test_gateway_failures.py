@@ -7,7 +7,7 @@ import json
 
 from aiohttp import web
 
-from headrace.gateway.backend import NoMetrics
+from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.relay.retry import MAX_DELIVERIES
 from headrace.replica_health import PROBE_INTERVAL_S
 from tests.unit.gateway_fakes import (
@@ -146,7 +146,7 @@ async def test_a_stream_that_dies_midway_ends_with_an_error_event_and_without_do
         assert len(bench.replica.seen) == 1
 
 
-class Losses(NoMetrics):
+class Losses(GatewayMetrics):
     def __init__(self) -> None:
         self.when: list[str] = []
 

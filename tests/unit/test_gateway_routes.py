@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import ReplicaInfo
-from headrace.gateway.backend import NoMetrics
+from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.errors import ApiError
 from headrace.gateway.relay.dialect import DIALECTS
 from headrace.gateway.route_table import RouteTable
@@ -146,7 +146,7 @@ async def test_a_route_without_a_body_gets_none() -> None:
 async def test_the_metrics_know_a_route_by_its_template() -> None:
     seen: list[str] = []
 
-    class Metrics(NoMetrics):
+    class Metrics(GatewayMetrics):
         def request_done(self, model: str, path: str, *rest: Any) -> None:
             seen.append(path)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace.gateway.backend import NoMetrics, ReplicaInfo
+from headrace.gateway.backend import GatewayMetrics, ReplicaInfo
 from headrace.gateway.relay import replica_monitor
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.quarantine import Quarantine
@@ -39,7 +39,7 @@ ERROR_EVENT = b'data: {"error":{"message":"EngineDeadError","code":500}}\n\n'
 NAME = HEADER.decode()
 
 
-class Losses(NoMetrics):
+class Losses(GatewayMetrics):
     def __init__(self) -> None:
         self.when: list[str] = []
 

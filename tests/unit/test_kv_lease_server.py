@@ -108,7 +108,7 @@ def test_what_is_there_is_lent_with_addresses_sums_and_its_place_in_the_prefix(
         offset = row.address - owner.arena.base_address
         assert (owner.arena.memory[offset : offset + SHAPE.payload_bytes] == content(number)).all()
         at = row.address + np.arange(SHAPE.layers) * SHAPE.layer_bytes
-        expected = payload_sums(DIGEST, keys(number)[0], at, SHAPE.layer_bytes)
+        expected = payload_sums(DIGEST, keys(number)[0], 0, at, SHAPE.layer_bytes)
         assert (its == expected).all()
     assert owner.lease_server.serving() and owner.leased == 3
     assert owner.lease_server.stats()["absent"] == 1

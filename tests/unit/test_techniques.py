@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from headrace.gateway.backend import NoMetrics
+from headrace.gateway.backend import GatewayMetrics
 from headrace_decode.composition import APART, FEATURES, composition_table
 from headrace_decode.llm.request_params import lossy_store_of, with_technique, with_tenant
 from headrace_decode.techniques import (
@@ -192,7 +192,7 @@ def test_the_store_neither_supplies_nor_keeps_blocks_under_a_mark() -> None:
 # ---- gateway --------------------------------------------------------------------------------
 
 
-class Techniques(NoMetrics):
+class Techniques(GatewayMetrics):
     """Remembers what it is told of techniques."""
 
     def __init__(self) -> None:

@@ -180,9 +180,8 @@ os.register_at_fork(after_in_child=_team.cache_clear)
 
 
 def payload_sums(
-    digest: bytes, block_hash: bytes, addresses: np.ndarray, layer_bytes: int
+    digest: bytes, block_hash: bytes, first_layer: int, addresses: np.ndarray, layer_bytes: int
 ) -> np.ndarray:
     """Return the checksums of layers in memory, u64 (n,): a `segment.Verify`."""
-    return checksum(
-        addresses, layer_bytes, layer_seeds(block_seed(digest, block_hash), len(addresses))
-    )
+    seeds = layer_seeds(block_seed(digest, block_hash), first_layer + len(addresses))
+    return checksum(addresses, layer_bytes, seeds[first_layer:])

@@ -239,7 +239,7 @@ class LeaseServer:
         """Whether a block matches its sums."""
         layer_bytes = namespace.block_bytes // namespace.layers
         at = self._arena.address(slot) + np.arange(namespace.layers) * layer_bytes
-        sums = payload_sums(namespace.digest, name, at, layer_bytes)
+        sums = payload_sums(namespace.digest, name, 0, at, layer_bytes)
         return np.array_equal(sums, self._arena.sums(np.array([slot]))[0])
 
     def _count(self, name: str, blocks: int) -> None:

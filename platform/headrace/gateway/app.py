@@ -29,7 +29,7 @@ from headrace.gateway.asgi import (
     path_of,
     write_nowait,
 )
-from headrace.gateway.backend import Backend, GatewayMetrics, NoMetrics, OneModelBackend
+from headrace.gateway.backend import Backend, GatewayMetrics, OneModelBackend
 from headrace.gateway.batches.batch_service import BatchService
 from headrace.gateway.batches.tenant_batches import BatchState
 from headrace.gateway.body_reader import BodyReader
@@ -98,7 +98,7 @@ def build_gateway_app(
     """
     source = ModelSource(model_id, backend, make_placer, adapters)
     return GatewayApp(
-        *(settings, backend, [source], metrics or NoMetrics(), conversations),
+        *(settings, backend, [source], metrics or GatewayMetrics(), conversations),
         batches=batches,
         usage=usage,
     )

@@ -162,8 +162,9 @@ class OneModelBackend(Backend, ModelBackend, Protocol):
     """The cluster of an app that serves one model."""
 
 
-class GatewayMetrics(Protocol):
-    """The receiver of the gateway's metrics. Its methods must be cheap: each request calls some."""
+class GatewayMetrics:
+    """A receiver of the gateway's metrics; this one ignores them. The methods of a class that does
+    not must be cheap: each request calls some."""
 
     def request_done(
         self,
@@ -241,7 +242,3 @@ class GatewayMetrics(Protocol):
             oldest_report_s: age of the oldest report that plans are made from; 0 if this gateway
                 makes no plans.
         """
-
-
-class NoMetrics(GatewayMetrics):
-    """A receiver that ignores the metrics: the default."""

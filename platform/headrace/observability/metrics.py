@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import ray
 from ray.serve.metrics import Counter, Gauge, Histogram
 
+from headrace.gateway.backend import GatewayMetrics
 from headrace.observability.totals import TotalCounter
 from headrace_kvstore.protocol.address import host_port
 
@@ -22,7 +23,7 @@ OWN_BUCKETS_S = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
 EXPORTED_PREFIXES = ("ray_headrace_", "ray_vllm_", "ray_serve_", "ray_node_gpu", "ray_node_gram_")
 
 
-class RayGatewayMetrics:
+class RayGatewayMetrics(GatewayMetrics):
     """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`)."""
 
     def __init__(self) -> None:
