@@ -282,9 +282,7 @@ class Engine:
         whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
         nothing = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
         exact = self._plain.compute(whole, [layers] * len(whole), nothing, nothing)
-        there = [
-            following.head_pages.read_head_pages(layer.astype("int64")) for layer in held.head_pages
-        ]
+        there = [following.head_pages.read_head_pages(layer) for layer in held.head_pages]
         gone, keys, values = self._absent(there, held, exact.keys, exact.values)
         depths = [0] * first + [layers] * (len(whole) - first)
         over = self._plain.compute(whole, depths, keys, values, gone=gone)
@@ -334,7 +332,7 @@ class Engine:
             found = select_rows(*step)
             for row in found[0]:
                 if not choices or choices[-1][1] is not row.held:
-                    at = row.held.head_pages.astype("int64")
+                    at = row.held.head_pages
                     there = [following.head_pages.read_head_pages(layer) for layer in at]
                     first = row.kv_tokens - (row.tokens.stop - row.tokens.start)
                     choices.append((first, row.held, there))

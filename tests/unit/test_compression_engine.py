@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from headrace_decode.attention.batch import BatchRow
-from headrace_decode.attention.cpu_cache import LayerCache
+from headrace_decode.attention_backend.cpu import scheduled_attention
 from headrace_decode.compression.engine.compressed_attention import (
     CompressedRow,
     CompressedStep,
@@ -31,8 +31,9 @@ from headrace_decode.compression.importance_predictor import ImportancePredictor
 from headrace_decode.compression.refit import fit_layer
 from headrace_decode.compression.scores import LATER_POSITIONS
 from headrace_decode.compression.selection import select_token_pages
+from headrace_engine.kv_views import KvOrder
 from headrace_engine.rope import Rope
-from headrace_engine.vllm.attention.cpu import attention, schedule
+from headrace_engine.vllm.attention.cpu import schedule
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE, PER = 3, 6, 2, 64, 32, 4
 BLOCK, SCALE = PAGE * PER, DIM**-0.5
@@ -49,11 +50,11 @@ def rng(seed: int) -> torch.Generator:
 def cells_of(blocks: int) -> HeadPages:
     """A cache of so many blocks of the scheduler, as vLLM allocates it."""
     shape = LAYERS, blocks * PER, KV_HEADS, PAGE, 2 * DIM
-    return HeadPages([LayerCache(layer) for layer in torch.randn(shape, generator=rng(0))], PER)
+    return HeadPages(list(torch.randn(shape, generator=rng(0))), PER, KvOrder.VEC)
 
 
-def pages_of(blocks: list[int]) -> np.ndarray:
-    return (np.array(blocks)[:, None] * PER + np.arange(PER)).reshape(-1)
+def pages_of(blocks: list[int]) -> Tensor:
+    return (torch.tensor(blocks)[:, None] * PER + torch.arange(PER)).reshape(-1)
 
 
 def fill(
@@ -63,8 +64,8 @@ def fill(
     pages = pages_of(blocks)[: -(-tokens // PAGE)]
     room = len(pages) * PAGE
     keys, values = torch.randn(2, LAYERS, KV_HEADS, room, DIM, generator=rng(seed))
-    for layer in range(LAYERS):
-        for head, at in enumerate(head_pages.number(layer, pages)):
+    for layer, heads in enumerate(head_pages.number(pages)):
+        for head, at in enumerate(heads):
             head_pages.write(at, keys[layer, head], values[layer, head])
     return keys[..., :tokens, :], values[..., :tokens, :]
 
@@ -73,9 +74,9 @@ def test_a_cell_is_a_page_of_one_head_and_each_block_has_its_own() -> None:
     head_pages = cells_of(6)
     of_blocks = [head_pages.of_blocks([block]) for block in range(6)]
     assert {len(each) for each in of_blocks} == {IN_BLOCK}
-    assert sorted(np.concatenate(of_blocks).tolist()) == list(range(6 * IN_BLOCK))
+    assert sorted(torch.cat(of_blocks).tolist()) == list(range(6 * IN_BLOCK))
     for layer in range(LAYERS):
-        mine = set(head_pages.number(layer, pages_of([2])).reshape(-1).tolist())
+        mine = set(head_pages.number(pages_of([2]))[layer].reshape(-1).tolist())
         assert mine <= set(of_blocks[2].tolist())
 
 
@@ -88,9 +89,9 @@ def test_what_is_written_to_cells_is_what_layers_read() -> None:
 
 
 def test_layers_that_lie_apart_are_refused() -> None:
-    apart = [LayerCache(torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)) for _ in range(2)]
-    with pytest.raises(ValueError, match="layer 1's KV cache does not lie behind"):
-        HeadPages(apart, PER)
+    apart = [torch.zeros(4, KV_HEADS, PAGE, 2 * DIM) for _ in range(2)]
+    with pytest.raises(ValueError, match="layer 1's KV cache is not in the allocation"):
+        HeadPages(apart, PER, KvOrder.VEC)
 
 
 @given(
@@ -104,7 +105,7 @@ def test_just_the_rows_of_each_kind_count(
 ) -> None:
     earlier, end, repeating = bounds
     rereads = RereadRows("x", end, earlier, repeating)
-    scorer = ContextScorer(rereads, np.arange(2), cells_of(1), SCALE, ROPE)
+    scorer = ContextScorer(rereads, torch.arange(2), cells_of(1), SCALE, ROPE)
     found = scoring_row(rereads, scorer, at, first, rows)
     positions = {at + n: first + n for n in range(rows)}
     wanted = [
@@ -217,6 +218,7 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int, 
     facts = {"kv_heads": 1, "group": HEADS // KV_HEADS, "head_dim": DIM, "dtype": torch.float32}
     isa = _get_attn_isa(torch.float32, PAGE, DIM, "auto")
     rows, expected, at, block = [], [], 0, 1
+    tables = torch.zeros(len(contexts), 24 * PER, dtype=torch.int32)
     asked = torch.randn(2 * queries + 3, HEADS, DIM, generator=rng(9))
     for number, (context, behind) in enumerate(contexts):
         behind += queries
@@ -242,11 +244,13 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int, 
             )
         behind_it = slice(tokens // PAGE, -(-(tokens + behind) // PAGE))
         mine = slice(at + number, at + number + queries)  # a row of others stands between
-        rows.append(CompressedRow(number, mine, tokens + behind, held, pages[behind_it]))
+        rows.append(CompressedRow(number, mine, tokens + behind, held, behind_it))
+        tables[number, : len(pages)] = pages
         stays = torch.cat([kept, torch.ones(LAYERS, KV_HEADS, behind, dtype=torch.bool)], -1)
         expected.append((mine, keys, values, stays))
         at += queries
-    step = CompressedStep(rows, head_pages, partial(schedule, isa=isa, **facts), attention)
+    call = partial(scheduled_attention, partial(schedule, isa=isa, **facts))
+    step = CompressedStep(rows, tables, head_pages, call)
     for layer in range(LAYERS):
         output = torch.full_like(asked, torch.nan)
         step.attend(layer, asked, output, SCALE)
@@ -273,10 +277,9 @@ def test_a_request_is_followed_from_its_reading_to_its_end() -> None:
     n = 4 * BLOCK
     rereads = RereadRows("x", n, n - 10, n + 5)
     following.begin_step((), (), CompressionMetadata(rereads={"x-again-1": rereads}))
-    tables = np.stack([pages_of(blocks)] * 2)
     batch = [BatchRow("x-again-1", None, 1), BatchRow("other", None, 1)]
     starts = np.array([0, 40, 41])
-    dropped, read = following.select_rows(batch, starts, np.array([n + 30, 50]), tables)
+    dropped, read = following.select_rows(batch, starts, np.array([n + 30, 50]))
     assert not dropped and len(read) == 1 and "x" not in following
     for layer in range(LAYERS):
         following.record_queries(read, layer, torch.randn(41, HEADS, DIM, generator=rng(3)))
@@ -289,8 +292,11 @@ def test_a_request_is_followed_from_its_reading_to_its_end() -> None:
     assert "x" in following and following.dropped == 1
     lengths = np.array([n + 1, 9])
     rows = [BatchRow("x", None, n), BatchRow("other", None, 1)]
-    dropped, read = following.select_rows(rows, np.array([0, 1, 2]), lengths, tables)
-    assert [(each.row, each.kv_tokens, len(each.pages)) for each in dropped] == [(0, n + 1, 1)]
+    dropped, read = following.select_rows(rows, np.array([0, 1, 2]), lengths)
+    first = n // PAGE
+    assert [(each.row, each.kv_tokens, each.own) for each in dropped] == [
+        (0, n + 1, slice(first, first + 1))
+    ]
     assert not read
     following.begin_step({"x"}, (), CompressionMetadata())
     assert "x" not in following and not following
@@ -312,7 +318,7 @@ def test_a_request_that_drops_what_was_not_read_is_lost_and_no_other(
     rereads = RereadRows("x", n, n - 10, n + 5)
     following.begin_step((), (), CompressionMetadata(rereads={"r": rereads}))
     step = [BatchRow("r", None, 1)], np.array([0, 40]), np.array([n + 30])
-    _, read = following.select_rows(*step, pages_of(blocks["x"])[None])
+    _, read = following.select_rows(*step)
     for layer in range(LAYERS):
         following.record_queries(read, layer, torch.randn(40, HEADS, DIM, generator=rng(3)))
     told = CompressionMetadata(
@@ -336,7 +342,7 @@ def test_a_context_that_cannot_be_scored_or_fitted_keeps_all_its_kv(
         (), (), CompressionMetadata(rereads={"r": RereadRows("x", n, n - 10, n + 5)})
     )
     step = [BatchRow("r", None, 1)], np.array([0, 40]), np.array([n + 30])
-    following.select_rows(*step, pages_of(blocks)[None])
+    following.select_rows(*step)
 
     def broken(*_: object) -> None:
         raise ValueError("scores are finite numbers")
@@ -361,7 +367,7 @@ def test_a_stream_that_begins_with_what_is_not_there_is_lost() -> None:
 def test_rows_of_a_reader_that_was_preempted_count_once() -> None:
     head_pages, blocks = cells_of(12), [1, 2, 3, 4, 5]
     fill(head_pages, blocks, 5 * BLOCK)
-    n, tables = 4 * BLOCK, pages_of(blocks)[None]
+    n = 4 * BLOCK
     queries = torch.randn(60, HEADS, DIM, generator=rng(3))
     scores = []
     for chunks in ([(0, 60)], [(0, 35), (0, 20), (20, 60)]):
@@ -374,7 +380,7 @@ def test_rows_of_a_reader_that_was_preempted_count_once() -> None:
                 (), {"r"} if len(chunks) > 1 and not begin else (), CompressionMetadata()
             )
             starts, lengths = np.array([0, end - begin]), np.array([n - 10 + end])
-            _, read = following.select_rows([BatchRow("r", None, 1)], starts, lengths, tables)
+            _, read = following.select_rows([BatchRow("r", None, 1)], starts, lengths)
             for layer in range(LAYERS):
                 following.record_queries(read, layer, queries[begin:end])
         scores.append(following.scorers["x"].scores())
@@ -384,8 +390,8 @@ def test_rows_of_a_reader_that_was_preempted_count_once() -> None:
 def test_a_context_that_is_read_anew_knows_nothing_of_the_first_time() -> None:
     blocks = {"x": [1, 2, 3, 4, 5]}
     following = CompressionWorker(cells_of(12), SCALE, ROPE, blocks.__getitem__)
-    n, tables = 4 * BLOCK, pages_of(blocks["x"])[None]
-    step = [BatchRow("r", None, 1)], np.array([0, 60]), np.array([n + 50]), tables
+    n = 4 * BLOCK
+    step = [BatchRow("r", None, 1)], np.array([0, 60]), np.array([n + 50])
     for _ in range(2):
         rereads = RereadRows("x", n, n - 10, n + 5)
         following.begin_step({"r"}, {"x"}, CompressionMetadata(rereads={"r": rereads}))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace_decode.attention.batch import BatchRow
-from headrace_decode.attention.cpu_cache import LayerCache
 from headrace_decode.compression.engine.compressed_attention import RetainedPages
 from headrace_decode.compression.engine.compression_job import (
     EARLIER_TOKENS,
@@ -28,6 +27,7 @@ from headrace_decode.compression.importance_predictor import ImportancePredictor
 from headrace_decode.compression.refit import fit
 from headrace_decode.compression.scores import LATER_POSITIONS
 from headrace_decode.compression.selection import select_token_pages
+from headrace_engine.kv_views import KvOrder
 from headrace_engine.rope import Rope
 from headrace_lab.compression.streaming import STEP_TOKENS, Masked, Streamed
 from headrace_lab.models.lm import LM
@@ -54,8 +54,8 @@ def gate_of(
     return ImportancePredictor(into, flat[0, ..., :4], flat[1, ..., :4], flat[2], flat[3, ..., 0])
 
 
-def pages_of(blocks: list[int]) -> np.ndarray:
-    return (np.array(blocks)[:, None] * PER + np.arange(PER)).reshape(-1)
+def pages_of(blocks: list[int]) -> Tensor:
+    return (torch.tensor(blocks)[:, None] * PER + torch.arange(PER)).reshape(-1)
 
 
 class Context:
@@ -64,7 +64,7 @@ class Context:
     def __init__(self, blocks: int, seed: int) -> None:
         shape = LAYERS, 2 * blocks + 2, PER, KV_HEADS, PAGE, 2 * DIM
         array = torch.full(shape, torch.nan).flatten(1, 2)  # nobody may look at what is not there
-        self.head_pages = HeadPages([LayerCache(layer) for layer in array], PER)
+        self.head_pages = HeadPages(list(array), PER, KvOrder.VEC)
         self.tokens, self.blocks = blocks * BLOCK, list(range(1, blocks + 1))
         self.keys, self.values = torch.randn(
             2, LAYERS, KV_HEADS, self.tokens, DIM, generator=rng(seed)
@@ -72,8 +72,8 @@ class Context:
         self.queries = torch.randn(LAYERS, self.tokens, HEADS, DIM, generator=rng(seed + 1))
         self.moved, self.fitted = self.keys.clone(), self.values.clone()
         """As they are held."""
-        for layer in range(LAYERS):
-            for head, at in enumerate(self.head_pages.number(layer, pages_of(self.blocks))):
+        for layer, heads in enumerate(self.head_pages.number(pages_of(self.blocks))):
+            for head, at in enumerate(heads):
                 self.head_pages.write(at, self.keys[layer, head], self.values[layer, head])
 
     def held(self, stream: IncrementalCompression) -> Tensor:
@@ -82,7 +82,7 @@ class Context:
         found = torch.zeros(LAYERS, KV_HEADS, self.tokens, dtype=torch.bool)
         for layer, counts in enumerate(stream.held.dropped.counts):
             for head, count in enumerate(counts):
-                at = stream.held.dropped.head_pages[layer, head, :count].astype(np.int64)
+                at = stream.held.dropped.head_pages[layer, head, :count]
                 keys, values = (one[0] for one in self.head_pages.read_head_pages(at[None]))
                 positions = torch.cdist(keys, self.moved[layer, head]).argmin(1)
                 assert torch.allclose(keys, self.moved[layer, head, positions], atol=1e-5)
@@ -183,7 +183,7 @@ def test_plain_torch_foresees_what_an_engine_holds(turns: tuple[int, ...]) -> No
         assert foreseen is not None
         kv = lm.empty(n)
         shape = lm.layers, 2 * n // PAGE, lm.kv_heads, PAGE, 2 * lm.dim
-        head_pages = HeadPages([LayerCache(layer) for layer in torch.zeros(shape)], PER)
+        head_pages = HeadPages(list(torch.zeros(shape)), PER, KvOrder.VEC)
         kept, chosen, held = torch.zeros_like(foreseen.kept), 0, None
         for last in (*turns, n):
             job = IncrementalJob(last, share, BLOCK)
@@ -204,11 +204,11 @@ def test_plain_torch_foresees_what_an_engine_holds(turns: tuple[int, ...]) -> No
                 if (due := job.due(end, 0)) is None:
                     continue
                 job.dropped = due
-                pages = np.arange(chosen // PAGE, due * PER)
-                for layer in range(lm.layers):
+                pages = torch.arange(chosen // PAGE, due * PER)
+                for layer, heads_at in enumerate(head_pages.number(pages)):
                     both = (one[layer][chosen : due * BLOCK] for one in (kv.keys, kv.values))
-                    split = [one.unflatten(0, (-1, PAGE)).transpose(1, 2) for one in both]
-                    head_pages.layers[layer].write(pages, *split)
+                    for at, *mine in zip(heads_at, *(each.unbind(1) for each in both), strict=True):
+                        head_pages.write(at, *mine)
                 chosen = due * BLOCK
                 held = stream.drop(chosen, pages, room)
                 kept[..., :chosen] = held_of(stream, head_pages, kv.keys, kv.values)
@@ -229,7 +229,7 @@ def held_of(
     found = torch.zeros(keys.shape[0], keys.shape[2], dropped.tokens, dtype=torch.bool)
     for layer, counts in enumerate(dropped.counts):
         for head, count in enumerate(counts):
-            at = dropped.head_pages[layer, head, :count].astype(np.int64)
+            at = dropped.head_pages[layer, head, :count]
             moved, fitted = (one[0] for one in there(at[None]))
             positions = positions_of(moved, keys[layer, : dropped.tokens, head])
             found[layer, head, positions] = True
@@ -255,9 +255,8 @@ def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
     following = CompressionWorker(
         context.head_pages, SCALE, ROPE, {"x": context.blocks}.__getitem__, gate_of()
     )
-    tables = pages_of(context.blocks)[None]
     following.begin_step((), (), CompressionMetadata(incremental={"x"}))
-    step = [BatchRow("x", None, 500)], np.array([0, 512]), np.array([512]), tables
+    step = [BatchRow("x", None, 500)], np.array([0, 512]), np.array([512])
     dropped, read = following.select_rows(*step)
     assert not dropped and [each.tokens for each in read] == [slice(244, 500)]
     for layer in range(LAYERS):
@@ -267,9 +266,11 @@ def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
         [BatchRow("x", None, 500)],
         np.array([0, 1]),
         np.array([513]),
-        pages_of([1, 2, 3, 4, 5])[None],
     )
-    assert [(each.row, each.held.tokens, len(each.pages)) for each in dropped] == [(0, 384, 5)]
+    first = 384 // PAGE
+    assert [(each.row, each.held.tokens, each.own) for each in dropped] == [
+        (0, 384, slice(first, first + 5))
+    ]
     assert not read and following.dropped == 1
     following.begin_step(
         (), {"x"}, CompressionMetadata()
@@ -296,7 +297,7 @@ def test_what_was_held_of_a_prompt_is_what_a_later_one_begins_with() -> None:
 
     def computed(name: str, begin: int, end: int) -> list[RetainedPages]:
         step = [BatchRow(name, None, end)], np.array([0, end - begin]), np.array([end])
-        dropped, read = following.select_rows(*step, pages_of([0, 0, 0, 4, 5])[None])
+        dropped, read = following.select_rows(*step)
         for layer in range(LAYERS):
             following.record_queries(read, layer, context.queries[layer, begin:end])
         return [each.held for each in dropped]
@@ -317,8 +318,8 @@ def test_what_was_held_of_a_prompt_is_what_a_later_one_begins_with() -> None:
     assert computed("y", 3 * BLOCK, 5 * BLOCK) == [first]
     following.begin_step((), (), CompressionMetadata(retentions={"y": Retention(5 * BLOCK, [9])}))
     [rereads] = computed("y", 5 * BLOCK, 5 * BLOCK + 1)
-    assert np.array_equal(rereads.counts, second.counts)
-    filled = np.arange(rereads.head_pages.shape[-1]) < rereads.counts[..., None]
+    assert torch.equal(rereads.counts, second.counts)
+    filled = torch.arange(rereads.most) < rereads.counts[..., None]
     both = (
         context.head_pages.read_head_pages(each.head_pages[filled][None])
         for each in (rereads, second)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from headrace_decode.attention.batch import BatchRow
 from headrace_decode.attention.calibration_file import ModelShape
-from headrace_decode.attention.cpu_cache import LayerCache
 from headrace_decode.attention.offload.block_manager import CompressionSpec
 from headrace_decode.attention.offload.scheduler import OffloadSchedulerPart
 from headrace_decode.attention.settings import SparseSettings
@@ -38,6 +38,7 @@ from headrace_decode.compression.engine.stored_context import (
 from headrace_decode.compression.scores import ABSENT
 from headrace_engine.extensions.extension import metadata_of
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
+from headrace_engine.kv_views import KvOrder
 from headrace_engine.rope import Rope
 from headrace_kvstore.blocks.slot_record import READY
 from tests.support.prompts import noise
@@ -119,24 +120,21 @@ def test_few_blocks_describe_the_others(layers: int, heads: int, kept: int, dim:
 
 def cells_of(blocks: int) -> HeadPages:
     caches = torch.randn(LAYERS, blocks * BLOCK // PAGE, KV_HEADS, PAGE, 2 * HEAD_DIM)
-    return HeadPages([LayerCache(each) for each in caches], BLOCK // PAGE)
+    return HeadPages(list(caches), BLOCK // PAGE, KvOrder.VEC)
 
 
-def held_in(
-    head_pages: HeadPages, blocks: list[int], counts: np.ndarray[Any, Any]
-) -> RetainedContext:
-    room, filled = head_pages.of_blocks(blocks), np.arange(counts.max()) < counts[..., None]
-    table = np.zeros(filled.shape, np.int32)
-    table[filled] = room[: counts.sum()]
+def held_in(head_pages: HeadPages, blocks: list[int], counts: Tensor) -> RetainedContext:
+    filled = torch.arange(int(counts.max())) < counts[..., None]
     metadata = torch.full((*filled.shape, PAGE), ABSENT)
-    metadata[torch.from_numpy(filled)] = torch.rand(int(counts.sum()), PAGE)
-    return RetainedContext(RetainedPages(9 * BLOCK, table, counts), metadata.flatten(-2))
+    metadata[filled] = torch.rand(int(counts.sum()), PAGE)
+    held = RetainedPages.filled(9 * BLOCK, counts, head_pages.of_blocks(blocks))
+    return RetainedContext(held, metadata.flatten(-2))
 
 
 @given(counts=st.lists(st.integers(0, 10), min_size=4, max_size=4).filter(any))
 def test_what_is_described_is_what_was_held(counts: list[int]) -> None:
     head_pages, shape = cells_of(8), (LAYERS, KV_HEADS)
-    mine = held_in(head_pages, [6, 2, 3], np.array(counts).reshape(shape))
+    mine = held_in(head_pages, [6, 2, 3], torch.tensor(counts).view(shape))
     data = encode_retained(mine)
     assert len(data) <= LAYOUT.description_blocks_for(3) * LAYOUT.block_bytes
     head_pages.write_bytes([7], data)
@@ -145,10 +143,13 @@ def test_what_is_described_is_what_was_held(counts: list[int]) -> None:
     assert not read[len(data) :].any()
     other = decode_retained(read, 9 * BLOCK, [6, 2, 3], head_pages)
     assert other.dropped.tokens == 9 * BLOCK and torch.equal(other.predicted, mine.predicted)
-    assert np.array_equal(other.dropped.counts, mine.dropped.counts)
-    assert np.array_equal(other.dropped.head_pages, mine.dropped.head_pages)
+    assert torch.equal(other.dropped.counts, mine.dropped.counts)
+    assert torch.equal(other.dropped.head_pages, mine.dropped.head_pages)
     moved = decode_retained(read, 9 * BLOCK, [1, 4, 5], head_pages)
-    assert {*moved.dropped.head_pages.ravel()} <= {0, *head_pages.of_blocks([1, 4, 5])}
+    assert {*moved.dropped.head_pages.ravel().tolist()} <= {
+        0,
+        *head_pages.of_blocks([1, 4, 5]).tolist(),
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -159,7 +160,10 @@ def test_no_description_leads_out_of_the_blocks(seed: int) -> None:
         data[: 4 * LAYERS * KV_HEADS].view("<i4")[:] = rng.integers(0, 30, LAYERS * KV_HEADS)
     found = decode_retained(data, 9 * BLOCK, [6, 2, 3], head_pages)
     assert found.dropped.counts.sum() <= 3 * head_pages.in_block
-    assert {*found.dropped.head_pages.ravel()} <= {0, *head_pages.of_blocks([6, 2, 3])}
+    assert {*found.dropped.head_pages.ravel().tolist()} <= {
+        0,
+        *head_pages.of_blocks([6, 2, 3]).tolist(),
+    }
     assert not found.predicted.isnan().any() and (found.predicted >= ABSENT).all()
 
 
@@ -170,8 +174,8 @@ class Streaming(Scheduled):
         bounded = CompressionSettings(calibration=str(predictor), stream=True)
         metadata = SparseSettings("off").additional_config() | bounded.additional_config()
         super().__init__(folder, BLOCKS, ExtensibleScheduler, SPEC, 512, metadata)
-        layers = [LayerCache(each) for each in self.caches.values()]
-        self.head_pages = HeadPages(layers, BLOCK // PAGE)
+        caches = list(self.caches.values())
+        self.head_pages = HeadPages(caches, BLOCK // PAGE, KvOrder.VEC)
         model = json.loads((tiny_llama() / "config.json").read_text())
         self.compression = CompressionWorker(
             *(self.head_pages, HEAD_DIM**-0.5, Rope.of(model), self.table),
@@ -189,12 +193,10 @@ class Streaming(Scheduled):
         gone = output.preempted_req_ids or set()
         self.compression.begin_step(output.finished_req_ids, gone, metadata)
         for name, count in output.num_scheduled_tokens.items():
-            end, most = self.scheduler.requests[name].num_computed_tokens, len(self.table(name))
+            end = self.scheduler.requests[name].num_computed_tokens
             row = BatchRow(name, None, self.scheduler.requests[name].num_prompt_tokens)
-            tables = np.zeros((1, most * BLOCK // PAGE), np.int64)
-            _, read = self.compression.select_rows(
-                [row], np.array([0, count]), np.array([end]), tables
-            )
+            step = [row], np.array([0, count]), np.array([end])
+            _, read = self.compression.select_rows(*step)
             rng = torch.Generator().manual_seed(end)
             for layer in range(LAYERS):
                 queries = torch.randn(count, HEADS, HEAD_DIM, generator=rng)
@@ -251,10 +253,10 @@ def test_a_next_turn_begins_in_another_engine_with_what_is_held(
     last = max(first.compression._context_cache)
     mine, its = first.compression._context_cache[last], second.compression._incremental["y"].held
     assert its is not None and torch.equal(mine.predicted, its.predicted)
-    assert np.array_equal(mine.dropped.counts, its.dropped.counts)
-    filled = np.arange(its.dropped.head_pages.shape[-1]) < its.dropped.counts[..., None]
+    assert torch.equal(mine.dropped.counts, its.dropped.counts)
+    filled = torch.arange(its.dropped.most) < its.dropped.counts[..., None]
     one, other = (
-        each.head_pages.read_head_pages(held.dropped.head_pages[filled][None].astype(np.int64))
+        each.head_pages.read_head_pages(held.dropped.head_pages[filled][None])
         for each, held in ((first, mine), (second, its))
     )
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))

@@ -11,7 +11,7 @@ sparse attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -88,7 +88,7 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build)
         step = _step_arrays(common)
         rows, staged = self._rows(*step)
-        dropped, read = RUNTIME.compressed_rows(*step)
+        dropped, read = RUNTIME.compressed_rows(*step[:3])
         ours = [
             *(each.row for each in rows),
             *(each.row for each in staged),
@@ -119,8 +119,9 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             made.staged = StagedStep(staged, RUNTIME.offloading.memory, call, attention)
         if dropped:
             assert RUNTIME.compression is not None
-            call = partial(schedule, kv_heads=1, **facts)
-            made.dropped = CompressedStep(dropped, RUNTIME.compression.head_pages, call, attention)
+            call = partial(scheduled_attention, partial(schedule, kv_heads=1, **facts))
+            tables, head_pages = common.block_table_tensor, RUNTIME.compression.head_pages
+            made.dropped = CompressedStep(dropped, tables, head_pages, call)
         return made
 
     def _rows(
@@ -140,6 +141,24 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             *sparse,
         ]
         return sorted(rows, key=lambda each: each.row), staged
+
+
+def scheduled_attention(
+    make_schedule: Callable[[Tensor, Tensor], Tensor],
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    most_queries: int,
+    longest: int,
+    scale: float,
+) -> None:
+    """Run the kernel of CPUs as a `compressed_attention.Kernel`."""
+    scheduled = make_schedule(starts, lengths)
+    attention(query, keys, values, output, starts, lengths, table, scheduled, scale)
 
 
 def _step_arrays(common: CommonAttentionMetadata) -> tuple[int, Any, Any, Any]:

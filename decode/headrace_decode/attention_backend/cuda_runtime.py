@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from headrace_decode.attention.calibration_file import CalibrationError, ModelShape
+from headrace_decode.attention.device_copy import padded
 from headrace_decode.attention.page_counts import RECENT, SINKS, page_count
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
-from headrace_decode.sparse.engine.cuda_step import ROWS_AT_ONCE, CudaLayer, padded
+from headrace_decode.sparse.engine.cuda_step import ROWS_AT_ONCE, CudaLayer
 from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.kernels.attention import DecodeRows, attend
 from headrace_decode.sparse.kernels.cache import HeadCache

@@ -134,7 +134,6 @@ class AttentionRuntime:
         count: int,
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
-        tables: NDArray[np.integer],
     ) -> tuple[list[CompressedRow], list[ScoringRow | IncrementalRow]]:
         """Return the rows whose contexts have dropped KV, and the rows whose queries count;
         arguments and errors as for `offloaded_rows`."""
@@ -142,7 +141,7 @@ class AttentionRuntime:
             return [], []
         batch = self._batch()
         try:
-            return self.compression.select_rows(_whole(batch, count), starts, kv_tokens, tables)
+            return self.compression.select_rows(_whole(batch, count), starts, kv_tokens)
         except Exception:
             self._lose(row.request_id for row in batch if row.request_id in self.compression)
             return [], []

@@ -36,6 +36,7 @@ from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
 from headrace_decode.techniques import COMPRESSION, OFFLOADING, SPARSE
 from headrace_engine.extensions.extension import WorkerPart, metadata_of
 from headrace_engine.extensions.scheduler import why_no_extensions
+from headrace_engine.kv_views import KvOrder
 from headrace_engine.rope import Rope, RopeError
 from headrace_engine.vllm.attention.cpu import register_cpu_backend, unsupported_cpu_engine
 from headrace_engine.vllm.attention.layers import (
@@ -230,7 +231,8 @@ class AttentionWorkerPart(WorkerPart):
         self._blocks = runner.blocks
         RUNTIME.bind(rows, runner.rows, summary_table)
         if self._rope is not None:
-            head_pages, scale = HeadPages(keys, block_pages), modules[0].impl.scale
+            caches, scale = [module.kv_cache for module in modules], modules[0].impl.scale
+            head_pages = HeadPages(caches, block_pages, KvOrder.VEC)
             predictor = self._predictor(RUNTIME.page_tokens)
             RUNTIME.compression = CompressionWorker(
                 head_pages, scale, self._rope, runner.blocks, predictor

@@ -15,7 +15,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ ROWS_AT_ONCE = 1024
 def to_position_zero(rope: Rope, keys: Tensor, begin: int = 0) -> Tensor:
     """Turn a context's rotated keys from position `begin` on, [tokens, kv_heads, head_dim], to
     position 0, where a predictor takes them: [kv_heads, tokens, head_dim]."""
-    return rope.shift(keys, -torch.arange(begin, begin + len(keys))).transpose(0, 1)
+    positions = torch.arange(begin, begin + len(keys), device=keys.device)
+    return rope.shift(keys, -positions).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class ImportancePredictor:
     out: Tensor
     straight: Tensor
     level: Tensor
+
+    def to(self, device: torch.device) -> ImportancePredictor:
+        """Return the networks on a device."""
+        return ImportancePredictor(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     def scores(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Predict the scores that repeating rows would give one layer's tokens, plus the floor of

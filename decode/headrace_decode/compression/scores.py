@@ -63,7 +63,8 @@ def later_offsets(rows: Tensor, first: int, tokens: int) -> Tensor:
 def to_later_positions(asked: Tensor, rope: Rope) -> Tensor:
     """Turn queries of the newest rows, fp32 [rows, heads, head_dim], to positions after the last of
     these rows."""
-    return rope.shift(asked, later_offsets(torch.arange(len(asked)), 0, len(asked)))
+    rows = torch.arange(len(asked), device=asked.device)
+    return rope.shift(asked, later_offsets(rows, 0, len(asked)))
 
 
 class AttentionReceived:
@@ -71,12 +72,14 @@ class AttentionReceived:
 
     Args:
         heads: number of KV heads. tokens: number of tokens of the context.
-        scale: scale of the logits.
+        scale: scale of the logits. device: device of the queries and keys; None for the CPU.
     """
 
-    def __init__(self, heads: int, tokens: int, scale: float) -> None:
+    def __init__(
+        self, heads: int, tokens: int, scale: float, device: torch.device | None = None
+    ) -> None:
         self._scale, self._rows = scale, 0
-        self._squares = torch.zeros(heads, tokens)
+        self._squares = torch.zeros(heads, tokens, device=device)
 
     def add(self, queries: Tensor, keys: Tensor, absent: Tensor | None = None) -> None:
         """Add the attention that queries pay to the keys.
@@ -129,6 +132,6 @@ def predicted_scores(predicted: Tensor, asked: Tensor, keys: Tensor, scale: floa
         asked: queries that `to_later_positions` returned.
         keys: fp32 [kv_heads, places, head_dim], rotated. scale: scale of the logits.
     """
-    own = AttentionReceived(len(predicted), predicted.shape[1], scale)
+    own = AttentionReceived(len(predicted), predicted.shape[1], scale, keys.device)
     own.add(asked, keys, predicted < 0)
     return torch.hypot(predicted, own.root_mean_square()).masked_fill_(predicted < 0, ABSENT)

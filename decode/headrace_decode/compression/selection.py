@@ -37,7 +37,7 @@ class AlwaysKept:
     def pairs(self, scores: Tensor) -> Tensor:
         """Return the pairs that are always kept: bool [layers, heads, tokens]."""
         layers, _, tokens = scores.shape
-        at = torch.arange(tokens)
+        at = torch.arange(tokens, device=scores.device)
         ends = (at < self.sinks) | (at >= tokens - self.newest)
         found = ends.expand(scores.shape).clone()
         found[: min(self.whole_layers, layers)] = True
@@ -67,7 +67,9 @@ def select_tokens(
         raise ValueError("scores are finite numbers [layers, heads, tokens]")
     must = (always or AlwaysKept()).pairs(scores)
     if budgets is None:
-        chosen = _best(scores.reshape(1, -1), must.reshape(1, -1), torch.tensor([total]))
+        chosen = _best(
+            scores.reshape(1, -1), must.reshape(1, -1), torch.tensor([total], device=scores.device)
+        )
         return chosen.view(scores.shape)
     if budgets.shape != scores.shape[:2] or int(budgets.sum()) > total:
         raise ValueError(f"budgets are [layers, heads] and add up to {total} pairs at most")
@@ -95,8 +97,10 @@ def select_token_pages(
     must = (always or AlwaysKept()).pairs(scores)
     ranked = scores.masked_fill(must, torch.inf).sort(dim=-1, descending=True, stable=True)
     worth = ranked.values.unflatten(-1, (-1, page_tokens)).sum(-1).view(1, -1)
-    chosen = _best(worth, worth.isinf(), torch.tensor([pages])).view(layers, heads, -1)
-    wanted = torch.arange(tokens) < page_tokens * chosen.sum(-1, keepdim=True)
+    budget = torch.tensor([pages], device=scores.device)
+    chosen = _best(worth, worth.isinf(), budget).view(layers, heads, -1)
+    at = torch.arange(tokens, device=scores.device)
+    wanted = at < page_tokens * chosen.sum(-1, keepdim=True)
     return torch.zeros_like(must).scatter_(-1, ranked.indices, wanted)
 
 
@@ -109,5 +113,5 @@ def _best(scores: Tensor, must: Tensor, counts: Tensor) -> Tensor:
             "raise it, or keep less whatever its score"
         )
     order = scores.masked_fill(must, torch.inf).argsort(dim=-1, descending=True, stable=True)
-    wanted = torch.arange(scores.shape[-1]) < counts[:, None]
+    wanted = torch.arange(scores.shape[-1], device=scores.device) < counts[:, None]
     return torch.zeros_like(must).scatter_(-1, order, wanted)

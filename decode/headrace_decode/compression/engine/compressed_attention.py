@@ -1,27 +1,35 @@
-"""Attention of requests that keep a part of their context's KV.
+"""Attention of requests that keep a part of their context's KV, on any device.
 
-Each (row, KV head) is a request of its own to vLLM's kernel. Its table has the head pages that the
-head keeps of the context, all of them full, then the request's own pages after the context, of
-which the newest may be partly filled. Keys are rotated by their true positions, so their order does
-not matter. Lengths differ from layer to layer and from head to head:
+Each (row, KV head) is a request of its own to the device's paged kernel. Its table has the head
+pages that the head keeps of the context, all of them full, then the request's own pages after the
+context, of which the newest may be partly filled. Keys are rotated by their true positions, so
+their order does not matter. Lengths differ from layer to layer and from head to head:
 
     length = page_tokens * (head pages kept) + tokens after the context
+
+Tables are made once a step, for all layers, on the device. The host knows only how many pages there
+are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_decode.attention.cpu_cache import Ids, Kernel
+from headrace_decode.attention.device_copy import copy_to_device, padded
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.refit import HeadKV
+
+Kernel = Callable[..., None]
+"""(query, keys, values, output, starts, lengths, table, most queries, longest, scale): causal paged
+attention of requests over [tokens, heads, head_dim], with blocks of one KV head. `most queries` is
+the maximum of a request's queries, and `longest` that of its KV, or more."""
+MAX_ENTRIES = 1 << 22
+"""Maximum entries of the tables that are made together, unless one row has more."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,14 @@ class RetainedPages:
 
     Attributes:
         tokens: number of tokens of the context, whole blocks.
-        head_pages: int32 [layers, kv_heads, most]; the first `counts` of each head are valid.
-        counts: int64 [layers, kv_heads], number of head pages of each head.
+        head_pages: int32 [layers, kv_heads, most]; the first `counts` of each head are valid. They
+            are on the device of the cache.
+        counts: int64 [layers, kv_heads], number of head pages of each head, on that device.
     """
 
     tokens: int
-    head_pages: NDArray[np.int32]
-    counts: Ids
+    head_pages: Tensor
+    counts: Tensor
 
     @classmethod
     def of(
@@ -44,7 +53,7 @@ class RetainedPages:
         tokens: int,
         kept: Tensor,
         layers: Iterable[list[HeadKV]],
-        room: Ids,
+        room: Tensor,
         head_pages: HeadPages,
     ) -> RetainedPages:
         """Copy the retained KV of a context to head pages.
@@ -56,21 +65,42 @@ class RetainedPages:
             tokens: number of tokens of the context, whole blocks.
             kept: bool [layers, kv_heads, places], whole pages of each head.
             layers: K and V that heads keep, by layer.
-            room: target head pages, as many as kept pages, or more.
+            room: int64 [n], target head pages, as many as kept pages, or more.
         """
-        counts = kept.sum(-1).numpy() // head_pages.page_tokens
-        table, at = np.zeros((*counts.shape, int(counts.max())), np.int32), 0
-        copies: list[tuple[Ids, Tensor, Tensor]] = []
-        for layer, heads in enumerate(layers):
-            for head, both in enumerate(heads):
-                count = int(counts[layer, head])
-                mine = room[at : at + count]
-                copies.append((mine, *both))
-                table[layer, head, :count] = mine
+        counts = kept.sum(-1) // head_pages.page_tokens
+        copies: list[tuple[Tensor, Tensor, Tensor]] = []
+        at = 0
+        for heads, numbers in zip(layers, counts.tolist(), strict=True):
+            for both, count in zip(heads, numbers, strict=True):
+                copies.append((room[at : at + count], *both))
                 at += count
         for copy in copies:
             head_pages.write(*copy)
+        return cls.filled(tokens, counts, room)
+
+    @classmethod
+    def filled(cls, tokens: int, counts: Tensor, room: Tensor) -> RetainedPages:
+        """Return head pages that are filled in the order of layers and heads.
+
+        Args:
+            tokens, counts: as the attributes. room: int64 [n], the head pages, or more.
+        """
+        table, there = filled_places(counts)
+        table.masked_scatter_(there, room.int())
         return cls(tokens, table, counts)
+
+    @property
+    def most(self) -> int:
+        """Maximum number of head pages of a head."""
+        return self.head_pages.shape[-1]
+
+
+def filled_places(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an empty table of head pages, int32 [layers, kv_heads, most], and which of its places
+    these counts fill."""
+    most = int(counts.max())
+    there = torch.arange(most, device=counts.device) < counts[..., None]
+    return torch.zeros_like(there, dtype=torch.int32), there
 
 
 @dataclass(frozen=True)
@@ -82,14 +112,24 @@ class CompressedRow:
         tokens: slice of the step's tokens.
         kv_tokens: number of tokens of the whole request, this step's included.
         held: retained KV of its context.
-        pages: int64 [n], its own pages after the context.
+        own: slice of its pages: those after the context.
     """
 
     row: int
     tokens: slice
     kv_tokens: int
     held: RetainedPages
-    pages: Ids
+    own: slice
+
+    @property
+    def queries(self) -> int:
+        """Number of its tokens in the step."""
+        return int(self.tokens.stop - self.tokens.start)
+
+    @property
+    def width(self) -> int:
+        """Number of entries that the table of each of its heads needs, or more."""
+        return self.held.most + int(self.own.stop - self.own.start)
 
 
 class CompressedStep:
@@ -97,23 +137,27 @@ class CompressedStep:
 
     Args:
         rows: at least one.
-        schedule: (starts, lengths) -> the kernel's schedule of these requests.
+        tables: int [rows of the batch, most pages], pages of each row, on the device of the cache.
         kernel: a `Kernel`.
     """
 
     def __init__(
         self,
         rows: Sequence[CompressedRow],
+        tables: Tensor,
         head_pages: HeadPages,
-        schedule: Callable[[Tensor, Tensor], Any],
         kernel: Kernel,
     ) -> None:
-        self.rows, self._head_pages = rows, head_pages
-        self._schedule, self._kernel = schedule, kernel
-        counts = [row.tokens.stop - row.tokens.start for row in rows]
-        starts = np.concatenate([[0], np.cumsum(np.repeat(counts, head_pages.kv_heads))])
-        self._starts = torch.from_numpy(starts.astype(np.int32))
-        self._table, self._lengths = self._tables()
+        self._head_pages, self._kernel = head_pages, kernel
+        numbers = np.array([[row.row, row.queries] for row in rows]).T
+        self._rows, self._queries = copy_to_device(numbers, tables.device)
+        most = MAX_ENTRIES // (head_pages.layers * head_pages.kv_heads)
+        self._parts = [_Part(some, tables, head_pages) for some in divided(rows, most)]
+
+    def lengths_of_others(self, lengths: Tensor) -> Tensor:
+        """Return each row's tokens of KV for the kernel that computes the other rows, int32 [rows].
+        These rows have only those of the step, so that they cost little."""
+        return lengths.index_copy(0, self._rows, self._queries.to(lengths.dtype))
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """Write the rows' attention in one layer.
@@ -121,34 +165,79 @@ class CompressedStep:
         Args:
             query, output: [tokens, heads, head_dim], of all rows of the step.
         """
-        heads = self._head_pages.kv_heads
-        split = [
-            query[row.tokens].unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 1)
-            for row in self.rows
-        ]
-        asked = torch.cat(split)
-        found = torch.empty_like(asked)
-        table, lengths = self._table[layer], self._lengths[layer]
-        scheduled = self._schedule(self._starts, lengths)
         keys, values = self._head_pages.kernel
-        self._kernel(asked, keys, values, found, self._starts, lengths, table, scheduled, scale)
-        for row, part in zip(self.rows, found.split([len(one) for one in split]), strict=True):
-            back = part.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2)
-            output[row.tokens] = back
+        kv_heads = self._head_pages.kv_heads
+        asked, into = (one.unflatten(1, (kv_heads, -1)) for one in (query, output))
+        for part in self._parts:
+            mine = asked[part.tokens, part.heads]
+            found = torch.empty_like(mine)
+            self._kernel(
+                *(mine, keys, values, found),
+                *(part.starts, part.lengths[layer], part.table[layer]),
+                *(part.most_queries, part.longest, scale),
+            )
+            into[part.tokens, part.heads] = found
 
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        """Return the tables, int32 [layers, rows * kv_heads, most head pages], and the lengths in
-        tokens, without the last axis."""
-        head_pages, rows = self._head_pages, self.rows
-        layers = np.arange(len(head_pages.layers))[:, None, None]
-        heads = np.arange(head_pages.kv_heads)[:, None]
-        most = max(int(row.held.counts.max()) + len(row.pages) for row in rows)
-        shape = len(layers), len(rows), head_pages.kv_heads
-        table, lengths = np.zeros((*shape, most), np.int32), np.zeros(shape, np.int32)
-        for number, row in enumerate(rows):
-            held, mine = row.held, table[:, number]
-            mine[..., : held.head_pages.shape[-1]] = held.head_pages
-            behind = held.counts[..., None] + np.arange(len(row.pages))
-            mine[layers, heads, behind] = head_pages.number(layers, row.pages)
-            lengths[:, number] = head_pages.page_tokens * held.counts + row.kv_tokens - held.tokens
-        return torch.from_numpy(table).flatten(1, 2), torch.from_numpy(lengths).flatten(1)
+
+def divided(rows: Sequence[CompressedRow], most: int) -> Iterator[list[CompressedRow]]:
+    """Divide rows into those that are computed together.
+
+    Rows of one token are apart from others, since kernels divide the KV of such rows among more
+    programs. Rows of similar length are together, since a table is as wide as its longest.
+
+    Args:
+        most: maximum entries of a head's tables in a layer, unless one row has more.
+    """
+    part: list[CompressedRow] = []
+    for row in sorted(rows, key=lambda each: (each.queries > 1, each.width)):
+        alike = not part or (part[0].queries > 1) == (row.queries > 1)
+        if part and not (alike and (len(part) + 1) * row.width <= most):
+            yield part
+            part = []
+        part.append(row)
+    yield part
+
+
+class _Part:
+    """Rows that are computed together. Requests of the kernel are in order of row, then KV head.
+
+    Attributes:
+        tokens, heads: int64 [n], token of the step and KV head of each query group.
+        starts: int32 [requests + 1], first query group of each request.
+        table: int32 [layers, requests, width]. lengths: int32 [layers, requests], in tokens.
+        most_queries, longest: as for `Kernel`.
+    """
+
+    def __init__(
+        self, rows: Sequence[CompressedRow], tables: Tensor, head_pages: HeadPages
+    ) -> None:
+        heads, device = head_pages.kv_heads, tables.device
+        queries = np.repeat([row.queries for row in rows], heads)
+        begins = np.repeat([row.tokens.start for row in rows], heads)
+        ends = np.cumsum(queries)
+        within = np.arange(ends[-1]) - np.repeat(ends - queries, queries)
+        tokens = np.repeat(begins, queries) + within
+        of_head = np.repeat(np.tile(np.arange(heads), len(rows)), queries)
+        self.tokens, self.heads = copy_to_device(np.stack([tokens, of_head]), device)
+        self.starts = copy_to_device(np.concatenate([[0], ends]).astype(np.int32), device)
+        self.most_queries = int(queries.max())
+        behind = [row.kv_tokens - row.held.tokens for row in rows]
+        per = head_pages.page_tokens
+        self.longest = max(
+            per * row.held.most + count for row, count in zip(rows, behind, strict=True)
+        )
+        facts = np.array([[row.row, row.own.start] for row in rows]).T
+        row, first = copy_to_device(facts, device)[..., None]
+        most = max(row.own.stop - row.own.start for row in rows)
+        at = first + torch.arange(most, device=device)
+        pages = tables[row, at.clamp_max(tables.shape[1] - 1)]  # [rows, most]
+
+        counts = torch.stack([row.held.counts for row in rows], 1)  # [layers, rows, kv_heads]
+        width = padded(max(row.held.most for row in rows) + most)
+        table = torch.zeros((*counts.shape, width), dtype=torch.int32, device=device)
+        for number, each in enumerate(rows):
+            table[:, number, :, : each.held.most] = each.held.head_pages
+        places = counts[..., None] + torch.arange(most, device=device)
+        table.scatter_(-1, places, head_pages.number(pages).int())
+        lengths = per * counts + copy_to_device(np.array(behind), device)[:, None]
+        self.table, self.lengths = table.flatten(1, 2), lengths.int().flatten(1)

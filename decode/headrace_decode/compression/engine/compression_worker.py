@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.attention.batch import BatchRow
-from headrace_decode.attention.cpu_cache import Ids, pages_of
 from headrace_decode.compression.engine.compressed_attention import CompressedRow, RetainedPages
 from headrace_decode.compression.engine.context_scorer import (
     ContextScorer,
@@ -65,8 +64,9 @@ class CompressionWorker:
         blocks: Callable[[str], Sequence[int]],
         predictor: ImportancePredictor | None = None,
     ) -> None:
-        self.head_pages, self._scale, self._rope, self._blocks = head_pages, scale, rope, blocks
-        self._predictor = predictor
+        self.head_pages, self._scale, self._blocks = head_pages, scale, blocks
+        self._rope = Rope(rope.speeds.to(head_pages.device))
+        self._predictor = None if predictor is None else predictor.to(head_pages.device)
         self._rereads: dict[str, RereadRows] = {}
         self._seen: dict[str, int] = {}
         """By request that reads again: the first position that has not counted."""
@@ -158,7 +158,9 @@ class CompressionWorker:
         room = self.head_pages.of_blocks(drop.blocks[drop.description_blocks :])
         if (stream := self._incremental.get(name)) is not None:
             per = self.head_pages.page_tokens
-            new = self._pages(name)[stream.tokens // per : drop.tokens // per]
+            new = self.head_pages.pages(self._blocks(name))[
+                stream.tokens // per : drop.tokens // per
+            ]
             kept = stream.drop(drop.tokens, new, room)
             if drop.description_blocks:
                 self.head_pages.write_bytes(
@@ -174,16 +176,11 @@ class CompressionWorker:
         self._dropped[name] = held
         logger.info("%s: KV of %d tokens is kept in %d blocks", name, drop.tokens, len(drop.blocks))
 
-    def _pages(self, request_id: str) -> Ids:
-        """Return a request's pages."""
-        return pages_of(self._blocks(request_id), self.head_pages.block_pages)
-
     def select_rows(
         self,
         rows: Sequence[BatchRow],
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
-        tables: NDArray[np.integer],
     ) -> tuple[list[CompressedRow], list[ScoringRow | IncrementalRow]]:
         """Return a step's rows whose contexts have dropped KV, and the rows whose queries count.
 
@@ -191,7 +188,6 @@ class CompressionWorker:
             rows: the batch.
             starts: int [rows + 1], first token of each row.
             kv_tokens: int [rows], tokens of each row's KV after the step.
-            tables: int [rows, most pages], blocks of the kernel.
         """
         dropped: list[CompressedRow] = []
         read: list[ScoringRow | IncrementalRow] = []
@@ -215,8 +211,7 @@ class CompressionWorker:
                     held.tokens // self.head_pages.page_tokens,
                     -(-length // self.head_pages.page_tokens),
                 )
-                pages = tables[number, own].astype(np.int64)
-                dropped.append(CompressedRow(number, slice(first, end), length, held, pages))
+                dropped.append(CompressedRow(number, slice(first, end), length, held, own))
         return dropped, read
 
     def record_queries(
@@ -229,7 +224,7 @@ class CompressionWorker:
 
     def _scorer(self, rereads: RereadRows) -> ContextScorer:
         if rereads.request_id not in self.scorers:
-            pages = self._pages(rereads.request_id)
+            pages = self.head_pages.pages(self._blocks(rereads.request_id))
             pages = pages[: rereads.tokens // self.head_pages.page_tokens]
             made = ContextScorer(
                 rereads, pages, self.head_pages, self._scale, self._rope, self._predictor

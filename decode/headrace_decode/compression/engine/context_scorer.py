@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace_decode.attention.cpu_cache import Ids
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.importance_predictor import ImportancePredictor, to_position_zero
 from headrace_decode.compression.refit import FITTED_ROWS, HeadKV, fit_layer
@@ -68,7 +67,7 @@ class ContextScorer:
     def __init__(
         self,
         rereads: RereadRows,
-        pages: Ids,
+        pages: Tensor,
         head_pages: HeadPages,
         scale: float,
         rope: Rope,
@@ -76,18 +75,20 @@ class ContextScorer:
     ) -> None:
         def of_layers() -> list[AttentionReceived]:
             return [
-                AttentionReceived(head_pages.kv_heads, rereads.tokens, scale)
-                for _ in head_pages.layers
+                AttentionReceived(head_pages.kv_heads, rereads.tokens, scale, head_pages.device)
+                for _ in range(head_pages.layers)
             ]
 
-        self._pages, self._head_pages = pages, head_pages
+        self._pages, self._head_pages, self.device = pages, head_pages, head_pages.device
         self._scale, self._rope, self._predictor = scale, rope, predictor
         self._repeating, self._earlier = of_layers(), of_layers()
         self._predicted: dict[int, Tensor] = {}
-        self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in head_pages.layers]
-        self._asked: list[list[Tensor]] = [[] for _ in head_pages.layers]
+        self._came: list[list[tuple[Tensor, Tensor | None]]] = [
+            [] for _ in range(head_pages.layers)
+        ]
+        self._asked: list[list[Tensor]] = [[] for _ in range(head_pages.layers)]
         """By layer: queries of every `_step`th earlier row, turned."""
-        self._turned = [0] * len(head_pages.layers)
+        self._turned = [0] * head_pages.layers
         self._step = max(1, (rereads.tokens - rereads.earlier) // FITTED_ROWS)
         self._next = 0
         self._stays: Tensor | None = None
@@ -109,11 +110,9 @@ class ContextScorer:
             came, self._came[layer] = self._came[layer], []
             if not came:
                 continue
-            keys = self._head_pages.layers[layer].read(self._pages)
-            keys = keys.transpose(0, 1).flatten(1, 2).float()
+            keys, values = self._head_pages.read(layer, self._pages)
+            keys = keys.float()
             if self._predictor is not None and layer not in self._predicted:
-                values = self._head_pages.layers[layer].read_values(self._pages)
-                values = values.transpose(0, 1).flatten(1, 2)
                 begun = to_position_zero(self._rope, keys.transpose(0, 1))
                 self._predicted[layer] = self._predictor.scores(layer, begun, values)
             for queries, turn in came:
@@ -217,7 +216,8 @@ def scoring_row(
     repeating = within(rereads.repeating, first + rows)
     if earlier.start == earlier.stop and repeating.start == repeating.stop:
         return None
-    at = first + torch.arange(earlier.start, earlier.stop) - first_token
+    tokens = torch.arange(earlier.start, earlier.stop, device=scorer.device)
+    at = first + tokens - first_token
     return ScoringRow(
         scorer, earlier, repeating, later_offsets(at, rereads.earlier, rereads.tokens)
     )

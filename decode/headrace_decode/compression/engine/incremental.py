@@ -17,12 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_decode.attention.cpu_cache import Ids
-from headrace_decode.compression.engine.compressed_attention import RetainedPages
+from headrace_decode.compression.engine.compressed_attention import (
+    RetainedPages,
+    filled_places,
+)
 from headrace_decode.compression.engine.compression_job import EARLIER_TOKENS
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.importance_predictor import ImportancePredictor, to_position_zero
@@ -67,7 +68,7 @@ class IncrementalCompression:
     ) -> None:
         self._head_pages, self._scale = head_pages, scale
         self._rope, self._predictor, self.held = rope, predictor, held
-        self._came: list[Tensor] = [torch.empty(0)] * len(head_pages.layers)
+        self._came: list[Tensor] = [torch.empty(0)] * head_pages.layers
 
     @property
     def tokens(self) -> int:
@@ -93,7 +94,7 @@ class IncrementalCompression:
         both = torch.cat([before, queries]) if len(before) else queries
         self._came[layer] = both[-EARLIER_TOKENS:].clone()
 
-    def drop(self, tokens: int, pages: Ids, room: Ids) -> RetainedContext:
+    def drop(self, tokens: int, pages: Tensor, room: Tensor) -> RetainedContext:
         """Choose the KV to keep from now on, and return it.
 
         Args:
@@ -101,8 +102,8 @@ class IncrementalCompression:
             pages: int64 [n], pages that are new since the last choice.
             room: head pages to keep it in; the head pages that held it before may be among them.
         """
-        layers = range(len(self._came))
-        before = torch.empty(len(layers), self._head_pages.kv_heads, 0)
+        layers, device = range(len(self._came)), self._head_pages.device
+        before = torch.empty(len(layers), self._head_pages.kv_heads, 0, device=device)
         if self.held is not None:
             before = self.held.predicted
         old = before.shape[-1]
@@ -124,20 +125,19 @@ class IncrementalCompression:
             return fit_layer(*both, kept[layer], asked[layer], self._scale, there)
 
         dropped = RetainedPages.of(tokens, kept, map(fit, layers), room, self._head_pages)
-        counts = torch.from_numpy(dropped.counts)[..., None] * self._head_pages.page_tokens
-        filled = torch.arange(int(counts.max())) < counts
-        predicted = torch.full(filled.shape, ABSENT)
+        filled = filled_places(dropped.counts * self._head_pages.page_tokens)[1]
+        predicted = torch.full(filled.shape, ABSENT, device=device)
         predicted[filled] = torch.stack(all_predicted)[kept]
         self.held = RetainedContext(dropped, predicted)
         return self.held
 
-    def _both(self, layer: int, pages: Ids) -> tuple[Tensor, Tensor]:
+    def _both(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V, each [kv_heads, places, head_dim]. The first places are the retained KV,
         as many as the head with most pages has. The new pages follow."""
         fresh = self._head_pages.read(layer, pages)
         if self.held is None:
             return fresh
-        old = self._head_pages.read_head_pages(self.held.dropped.head_pages[layer].astype(np.int64))
+        old = self._head_pages.read_head_pages(self.held.dropped.head_pages[layer])
         keys, values = (torch.cat(pair, 1) for pair in zip(old, fresh, strict=True))
         return keys, values
 

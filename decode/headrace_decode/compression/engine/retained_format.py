@@ -16,7 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace_decode.compression.engine.compressed_attention import RetainedPages
+from headrace_decode.compression.engine.compressed_attention import (
+    RetainedPages,
+    filled_places,
+)
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.engine.incremental import RetainedContext
 from headrace_decode.compression.scores import ABSENT
@@ -24,8 +27,8 @@ from headrace_decode.compression.scores import ABSENT
 
 def encode_retained(held: RetainedContext) -> NDArray[np.uint8]:
     """Return the bytes that describe retained KV."""
-    counts = held.dropped.counts
-    predicted = held.predicted[held.predicted > ABSENT].numpy()
+    counts = held.dropped.counts.cpu().numpy()
+    predicted = held.predicted[held.predicted > ABSENT].cpu().numpy()
     parts = counts.astype("<i4"), predicted.astype("<f4")
     return np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
 
@@ -40,16 +43,15 @@ def decode_retained(
 
     A wrong description yields wrong KV, and has no other effect.
     """
-    room, shape = head_pages.of_blocks(blocks), (len(head_pages.layers), head_pages.kv_heads)
+    room, shape = head_pages.of_blocks(blocks), (head_pages.layers, head_pages.kv_heads)
     at = 4 * shape[0] * shape[1]
-    counts = data[:at].view("<i4").reshape(shape).astype(np.int64)
-    if (counts < 0).any() or counts.sum() > len(room):
-        counts[:] = 0
-    per, total = head_pages.page_tokens, int(counts.sum())
-    filled = np.arange(int(counts.max())) < counts[..., None]
-    table = np.zeros(filled.shape, np.int32)
-    table[filled] = room[:total]
-    predicted = torch.full((*filled.shape, per), ABSENT)
+    numbers = data[:at].view("<i4").reshape(shape).astype(np.int64)
+    if (numbers < 0).any() or numbers.sum() > len(room):
+        numbers[:] = 0
+    per, total, device = head_pages.page_tokens, int(numbers.sum()), head_pages.device
+    counts = torch.from_numpy(numbers).to(device)
+    filled = filled_places(counts)[1]
+    predicted = torch.full((*filled.shape, per), ABSENT, device=device)
     found = data[at : at + 4 * total * per].view("<f4").reshape(total, per)
-    predicted[torch.from_numpy(filled)] = torch.from_numpy(np.nan_to_num(np.abs(found)))
-    return RetainedContext(RetainedPages(tokens, table, counts), predicted.flatten(-2))
+    predicted[filled] = torch.from_numpy(np.nan_to_num(np.abs(found))).to(device)
+    return RetainedContext(RetainedPages.filled(tokens, counts, room), predicted.flatten(-2))

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_decode.attention.device_copy import copy_to_device, padded
 from headrace_decode.sparse.engine.sparse_rows import RowPlan
 from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
@@ -72,9 +72,9 @@ class CudaStep:
         kernel: Kernel,
     ) -> None:
         self.count, self._kernel = len(plans), kernel
-        at = _put(np.array([due.rows, due.pages], np.int64), table.device)
+        at = copy_to_device(np.array([due.rows, due.pages], np.int64), table.device)
         self._due = table[at[0], at[1]].long()
-        self._rows = _put(np.array([plan.row for plan in plans], np.int64), table.device)
+        self._rows = copy_to_device(np.array([plan.row for plan in plans], np.int64), table.device)
         self._parts = [
             _part(plans[first : first + ROWS_AT_ONCE], starts, table)
             for first in range(0, len(plans), ROWS_AT_ONCE)
@@ -99,11 +99,6 @@ class CudaStep:
             output.index_copy_(0, tokens, found)
 
 
-def padded(count: int) -> int:
-    """Return the next multiple of 16."""
-    return -(-count // 16) * 16
-
-
 def _part(
     plans: Sequence[RowPlan], starts: NDArray[np.integer], table: Tensor
 ) -> tuple[Tensor, DecodeRows]:
@@ -112,7 +107,7 @@ def _part(
     numbers[:, : len(plans)] = np.array(
         [(plan.row, starts[plan.row], plan.full, plan.fill, plan.chosen) for plan in plans]
     ).T
-    row, token, full, fill, chosen = _put(numbers, table.device)[:, : len(plans)]
+    row, token, full, fill, chosen = copy_to_device(numbers, table.device)[:, : len(plans)]
     width = min(padded(max(plan.full for plan in plans)), table.shape[1])
     rows = DecodeRows(
         pages=table[:, :width].index_select(0, row),
@@ -123,11 +118,3 @@ def _part(
         most=padded(max(plan.chosen for plan in plans)),
     )
     return token.long(), rows
-
-
-def _put(numbers: NDArray[np.integer], device: torch.device) -> Tensor:
-    """Copy numbers to a device, without waiting for the copy."""
-    here = torch.from_numpy(numbers)
-    if device.type == "cuda":
-        here = here.pin_memory()
-    return here.to(device, non_blocking=True)
