@@ -57,7 +57,7 @@ def blocks_of(tokens: int) -> int:
 
 
 WHOLE = blocks_of(PROMPT + ANSWER)
-KEPT = retained_blocks(PROMPT // BLOCK_TOKENS, SHARE)
+KEPT = retained_blocks(PROMPT // BLOCK_TOKENS, SHARE, BLOCK_TOKENS)
 TAIL = blocks_of(PROMPT % BLOCK_TOKENS + ANSWER)
 """Blocks in which a context is kept: a part of its prompt's, and all after these."""
 OTHERS = (AT_ONCE - 1) * (KEPT + TAIL)

@@ -14,7 +14,7 @@ from headrace_decode.attention.batch import BatchRow
 from headrace_decode.compression.engine.compressed_attention import RetainedPages
 from headrace_decode.compression.engine.compression_job import (
     EARLIER_TOKENS,
-    MIN_FREED,
+    MIN_FREED_TOKENS,
     SEGMENT_TOKENS,
     IncrementalJob,
     retained_blocks,
@@ -272,6 +272,8 @@ def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
         (0, 384, slice(first, first + 5))
     ]
     assert not read and following.dropped == 1
+    stream = following._incremental["x"]
+    assert not any(len(queries) for queries in stream._came), "its last choice is made"
     following.begin_step(
         (), {"x"}, CompressionMetadata()
     )  # preempted: it is computed from its beginning
@@ -339,7 +341,8 @@ def test_a_stream_never_holds_more_than_its_window_and_ends_with_what_it_keeps(
 ) -> None:
     stream = IncrementalJob(prompt, share, BLOCK)
     if not stream.is_worthwhile:
-        assert stream.blocks - retained_blocks(stream.blocks, share) < MIN_FREED
+        kept = retained_blocks(stream.blocks, share, BLOCK)
+        assert (stream.blocks - kept) * BLOCK < MIN_FREED_TOKENS
         return
     computed = steps = preemptions = dropped = 0
     slots, freed = 0, 0

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from headrace_decode.compression.engine.compression_job import (
     EARLIER_TOKENS,
-    MIN_FREED,
+    MIN_FREED_TOKENS,
     MIN_PART,
     CompressionJob,
 )
@@ -20,6 +20,7 @@ from headrace_decode.compression.engine.reread_rate import LEAST, LONGER, Reread
 from headrace_decode.compression.engine.scheduler import CompressionSchedulerPart
 from headrace_decode.compression.engine.settings import CompressionSettings, settings_of
 from headrace_decode.compression.scores import LEAD_TOKENS, PART_TOKENS
+from headrace_decode.compression.selection import AlwaysKept
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
 
 LAYERS, BLOCK, LONGEST = 3, 128, 8192
@@ -62,13 +63,13 @@ def test_with_a_gate_the_last_rows_come_anew_and_none_repeats() -> None:
     part, n = one.next_part(), len(context)
     assert part.tokens == context and part.rows == RereadRows("x", n, n - EARLIER_TOKENS, n)
     assert part.cached == n - EARLIER_TOKENS and one.all_read
-    assert not job(BLOCK * MIN_FREED, 0.01, has_predictor=True).is_worthwhile
+    assert not job(MIN_FREED_TOKENS, 0.01, has_predictor=True).is_worthwhile
 
 
 @pytest.mark.parametrize(
     ("prompt", "share", "longest"),
     [
-        (BLOCK * MIN_FREED, 0.01, LONGEST),
+        (MIN_FREED_TOKENS, 0.01, LONGEST),
         (BLOCK * 20, 0.99, LONGEST),
         (BLOCK * 20 + 9, 0.25, BLOCK * 20 + LEAD_TOKENS + MIN_PART),
         (5, 0.25, LONGEST),
@@ -78,6 +79,17 @@ def test_what_frees_too_little_or_has_no_positions_left_is_never_read_again(
     prompt: int, share: float, longest: int
 ) -> None:
     assert not job(prompt, share, longest).is_worthwhile
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_small_blocks_must_free_and_keep_as_many_tokens_as_large_ones(block: int) -> None:
+    def of(prompt: int, share: float) -> CompressionJob:
+        return CompressionJob("x", [0] * prompt, share, block, LONGEST, LAYERS)
+
+    assert of(4 * MIN_FREED_TOKENS // 3 + block, 0.25).is_worthwhile
+    assert not of(4 * MIN_FREED_TOKENS // 3 - block, 0.25).is_worthwhile
+    always = AlwaysKept()
+    assert of(4000, 0.001).kept * block >= always.sinks + always.newest
 
 
 def test_parts_of_one_course_have_names_of_their_own() -> None:

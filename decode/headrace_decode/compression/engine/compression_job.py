@@ -28,16 +28,18 @@ EARLIER_TOKENS = 256
 MIN_PART = 64
 """Minimum tokens of a part. A context is not read again if the model has no positions left for a
 part of this size after it."""
-MIN_FREED = 4
-"""Minimum number of blocks that dropping must free to be worth the work."""
+MIN_FREED_TOKENS = 512
+"""Minimum number of tokens whose blocks dropping must free to be worth the work."""
+MIN_KEPT_TOKENS = 32
+"""Minimum number of tokens of the kept blocks. The tokens that each head always keeps fit in."""
 SEGMENT_TOKENS = 1024
 """Tokens of an incrementally compressed context between two choices. The request holds them in
 addition to the kept KV until the next choice."""
 
 
-def retained_blocks(blocks: int, keep_ratio: float) -> int:
+def retained_blocks(blocks: int, keep_ratio: float, block_tokens: int) -> int:
     """Return the number of blocks that a context of so many whole blocks is kept in."""
-    return max(1, math.ceil(keep_ratio * blocks))
+    return max(math.ceil(MIN_KEPT_TOKENS / block_tokens), math.ceil(keep_ratio * blocks))
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,12 @@ class CompressionJob:
         self.blocks = len(prompt) // block_tokens
         """Number of whole blocks of the context."""
         self._context = prompt[: self.blocks * block_tokens]
-        self.kept = retained_blocks(self.blocks, keep_ratio)
+        self.kept = retained_blocks(self.blocks, keep_ratio, block_tokens)
         """Number of blocks that the context is kept in."""
         tokens = len(self._context)
         size = min(PART_TOKENS, longest - 1 - tokens - LEAD_TOKENS)
         self._parts: list[tuple[int, int, int]] = []
-        if self.blocks - self.kept < MIN_FREED:
+        if (self.blocks - self.kept) * block_tokens < MIN_FREED_TOKENS:
             pass  # it frees too little
         elif has_predictor:
             self._parts = [(tokens, tokens, tokens)]
@@ -179,7 +181,7 @@ class IncrementalJob:
     def __init__(self, prompt_tokens: int, keep_ratio: float, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.blocks = prompt_tokens // block_tokens
-        self.kept = retained_blocks(self.blocks, keep_ratio)
+        self.kept = retained_blocks(self.blocks, keep_ratio, block_tokens)
         self.dropped = 0
         self._preemptions = 0
 
@@ -190,7 +192,7 @@ class IncrementalJob:
     @property
     def is_worthwhile(self) -> bool:
         """Whether dropping frees enough blocks."""
-        return self.blocks - self.kept >= MIN_FREED
+        return (self.blocks - self.kept) * self._block_tokens >= MIN_FREED_TOKENS
 
     def window(self, step_tokens: int) -> int:
         """Return the maximum number of blocks that it holds until its prompt is computed.

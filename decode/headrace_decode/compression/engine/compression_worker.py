@@ -203,9 +203,11 @@ class CompressionWorker:
                     self.read += one.repeating.stop - one.repeating.start
                 continue
             if (stream := self._incremental.get(row.request_id)) is not None:
-                at = length - (end - first)
-                mine = stream.rows(first, min(length, row.prompt_tokens) - at)
-                read += [] if mine is None else [mine]
+                at, ends = length - (end - first), row.prompt_tokens
+                if ends - stream.tokens < self.head_pages.block_tokens:
+                    stream.end()
+                elif (mine := stream.rows(first, min(length, ends) - at)) is not None:
+                    read.append(mine)
             if (held := self._dropped.get(row.request_id)) is not None:
                 own = slice(
                     held.tokens // self.head_pages.page_tokens,

@@ -94,6 +94,10 @@ class IncrementalCompression:
         both = torch.cat([before, queries]) if len(before) else queries
         self._came[layer] = both[-EARLIER_TOKENS:].clone()
 
+    def end(self) -> None:
+        """Free the queries, since the last choice was made."""
+        self._came = [torch.empty(0)] * self._head_pages.layers
+
     def drop(self, tokens: int, pages: Tensor, room: Tensor) -> RetainedContext:
         """Choose the KV to keep from now on, and return it.
 
