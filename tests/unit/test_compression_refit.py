@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.compression.refit import FITTED_ROWS, fit, fit_layer
+from headrace_decode.compression.refit import FITTED_ROWS, fit, fit_heads, fit_layer, sample_rows
 from headrace_decode.compression.scores import (
     LEAD_TOKENS,
     ROWS_AT_ONCE,
@@ -215,3 +215,30 @@ def test_each_fit_is_the_same_without_the_other() -> None:
     assert torch.equal(both[0], fit(keys, values, torch.arange(9), queries, None)[0])
     alone = fit(keys, values, torch.arange(9), queries, key_ridge=None)
     assert torch.equal(both[1], alone[1]) and torch.equal(alone[0], keys[:9])
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    absent=st.integers(0, 8),
+    rows=st.sampled_from([5, FITTED_ROWS]),
+    seed=st.integers(0, 20),
+)
+def test_heads_that_are_fitted_together_are_those_that_are_fitted_alone(
+    counts: list[int], absent: int, rows: int, seed: int
+) -> None:
+    heads, tokens, group = len(counts), 40 + absent, 2
+    keys, values = torch.randn(2, heads, tokens, DIM, generator=rng(seed))
+    there = torch.ones(heads, tokens, dtype=torch.bool)
+    there[::2, 3 : 3 + absent] = False
+    keys[~there], values[~there] = torch.nan, torch.nan
+    kept = torch.zeros_like(there)
+    for head, count in enumerate(counts):
+        places = there[head].nonzero()[:, 0]
+        kept[head, places[torch.randperm(len(places), generator=rng(head))[:count]]] = True
+    asked = torch.randn(rows, heads * group, DIM, generator=rng(seed + 1))
+    wanted = fit_layer(keys, values, kept, asked, 0.5, there)
+    by_head = (sample_rows(asked) * 0.5).unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
+    found = fit_heads(keys, values, kept, by_head, there)
+    for mine, its in zip(found, wanted, strict=True):
+        for one, other in zip(mine, its, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

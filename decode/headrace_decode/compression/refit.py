@@ -37,6 +37,10 @@ FITTED_ROWS = 64
 """Number of query rows that an engine fits to, or a few more."""
 
 
+MAX_LOGITS = 1 << 24
+"""Maximum logits of the heads that are fitted together on a GPU, unless one head has more."""
+
+
 HeadKV = tuple[Tensor, Tensor]
 """K and V that one KV head keeps, each [k, head_dim]."""
 
@@ -104,6 +108,54 @@ def _attention(logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights, logits.gather(-1, at[:, None])[:, 0] - most.log()
 
 
+def fit_heads(
+    keys: Tensor, values: Tensor, kept: Tensor, queries: Tensor, there: Tensor
+) -> list[HeadKV]:
+    """Fit the keys and values of several heads together, with the default ridges.
+
+    The result is that of `fit` for each head but for rounding. A device that is fast at large
+    operations needs a few of them here, and reads back only how many tokens the heads keep. Heads
+    are filled up to the one that keeps most, which costs a CPU more than it saves.
+
+    Args:
+        keys, values: [heads, places, head_dim], of one float dtype, keys rotated.
+        kept, there: bool [heads, places], as for `fit_layer`; each head keeps at least one place.
+        queries: fp32 [heads, rows, head_dim], as for `fit`.
+    """
+    counts = kept.sum(-1)
+    numbers = counts.tolist()
+    order = kept.byte().argsort(dim=-1, descending=True, stable=True)[:, : max(numbers)]
+    filled = torch.arange(order.shape[1], device=keys.device) < counts[:, None]
+    k, v = (
+        each.gather(1, order[..., None].expand(-1, -1, each.shape[-1])).float()
+        for each in (keys, values)
+    )
+    logits = (queries @ keys.float().transpose(1, 2)).masked_fill_(~there[:, None], -torch.inf)
+    of_kept = logits.gather(2, order[:, None].expand(-1, queries.shape[1], -1))
+    of_kept.masked_fill_(~filled[:, None], -torch.inf)
+    missing = logits.logsumexp(-1) - of_kept.logsumexp(-1)
+    weights = of_kept.softmax(-1)
+    # Places without a token may hold no numbers, and a weight of 0 does not make them 0.
+    whole = values.float().masked_fill(~there[..., None], 0.0)
+    part = v.masked_fill(~filled[..., None], 0.0)
+    result = logits.softmax(-1) @ whole - weights @ part
+
+    asked = queries.double()
+    square = asked.transpose(1, 2) @ asked
+    diagonal = square.diagonal(dim1=1, dim2=2)
+    least = torch.finfo(square.dtype).tiny
+    diagonal.add_(KEY_RIDGE * diagonal.mean(-1, keepdim=True) + least)
+    move = torch.linalg.solve(square, (asked.transpose(1, 2) @ missing.double()[..., None]))
+
+    rows = queries.shape[1]
+    small = weights @ weights.transpose(1, 2)
+    small.diagonal(dim1=1, dim2=2).add_(rows * (RIDGE / counts).clamp_min(MIN_RIDGE)[:, None])
+    change = weights.transpose(1, 2) @ torch.cholesky_solve(result, torch.linalg.cholesky(small))
+    k, v = (k + move[..., 0][:, None].float()).to(keys.dtype), (v + change).to(values.dtype)
+    found = (each[filled].split(numbers) for each in (k, v))  # copies without the filling
+    return list(zip(*found, strict=True))
+
+
 def sample_rows(asked: Tensor) -> Tensor:
     """Return evenly spaced rows of these, `FITTED_ROWS` or a few more."""
     return asked[:: max(1, len(asked) // FITTED_ROWS)]
@@ -128,9 +180,14 @@ def fit_layer(
         there: bool [kv_heads, places], True where a place has a token; None: everywhere.
     """
     found: list[HeadKV] = []
-    for head, queries in enumerate(
-        (sample_rows(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)
-    ):
+    by_head = (sample_rows(asked) * scale).unflatten(1, (len(keys), -1)).transpose(0, 1)
+    if keys.device.type != "cpu":
+        here = torch.ones_like(kept) if there is None else there
+        rows = by_head.flatten(1, 2)
+        at_once = max(1, MAX_LOGITS // (rows.shape[1] * keys.shape[1]))
+        parts = (each.split(at_once) for each in (keys, values, kept, rows, here))
+        return [one for part in zip(*parts, strict=True) for one in fit_heads(*part)]
+    for head, queries in enumerate(by_head):
         here = torch.ones_like(kept[head]) if there is None else there[head]
         k, v = keys[head, here], values[head, here]
         at = kept[head, here].nonzero()[:, 0]
