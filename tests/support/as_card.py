@@ -1,4 +1,4 @@
-"""Has vLLM for CPUs attend sparsely as on a GPU, in Triton's interpreter.
+"""Has vLLM for CPUs attend sparsely, and drop KV, as on a GPU, in Triton's interpreter.
 
 The kernels, the backend, the worker, vLLM's scheduler and its model runner are those of a GPU. What
 is not: the platform's answers, and that the backend takes the place of vLLM's CPU attention, since
@@ -14,6 +14,8 @@ import torch
 
 MIN_TOKENS = 100
 """Rows with less KV are dense. The interpreter is slow."""
+MIN_FREED_TOKENS, SEGMENT_TOKENS = 128, 96
+"""Of compressed contexts, short ones for the same reason."""
 
 
 def take_for_card() -> None:
@@ -26,6 +28,7 @@ def take_for_card() -> None:
 
     from headrace_decode.attention import page_counts
     from headrace_decode.attention_backend import cuda_runtime, worker
+    from headrace_decode.compression.engine import compression_job
     from headrace_engine.vllm.attention import cuda as attention_cuda
     from headrace_engine.vllm.attention import paged_kernels as kernels
 
@@ -37,4 +40,6 @@ def take_for_card() -> None:
     worker.runs_on_cuda = lambda: True
     cuda_runtime.register_cuda_backend = use_backend
     page_counts.MIN_TOKENS = MIN_TOKENS
+    compression_job.MIN_FREED_TOKENS = MIN_FREED_TOKENS
+    compression_job.SEGMENT_TOKENS = SEGMENT_TOKENS
     kernels.SEGMENTS = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS = 2

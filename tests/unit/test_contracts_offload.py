@@ -208,7 +208,7 @@ def spec_of(
     monkeypatch.setattr(worker, "model_fields", lambda config: model)
     settings = CompressionSettings() if compression else None
     part = worker.AttentionWorkerPart(Plain(), SparseSettings(offload_gib=gib), settings)
-    part.is_sparse = True
+    part.is_bound = True
     return part.kv_cache_specs({"layer": spec})["layer"], part.host_blocks
 
 

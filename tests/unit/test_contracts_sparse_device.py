@@ -174,13 +174,19 @@ def test_both_runners_tell_the_host_how_long_rows_are() -> None:
 
 
 def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
-    def step(new: Any = (), tokens: Any = (), gone: Any = (), preempted: Any = None) -> Any:
+    def step(
+        new: Any = (), tokens: Any = (), gone: Any = (), preempted: Any = None, more: Any = ()
+    ) -> Any:
         return SimpleNamespace(
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _ in more], new_block_ids=[blocks for _, blocks in more]
+            ),
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=name,
                     sampling_params=SimpleNamespace(extra_args={"sparse": share}),
                     prompt_len=9,
+                    block_ids=([7, 8],),
                 )
                 for name, share in new
             ],
@@ -192,16 +198,21 @@ def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
     rows = FollowedRows(batch_row)
     rows.begin_step(step([("a", 0.1), ("b", 1.0)], [("a", 9), ("b", 5)]))
     assert rows.rows() == [BatchRow("b", None, 9), BatchRow("a", 0.1, 9)], "the shorter first"
-    rows.begin_step(step([("c", 0.2)], [("a", 1), ("c", 9)], gone={"b"}))
+    grown = [("a", ([4],)), ("b", None)]
+    rows.begin_step(step([("c", 0.2)], [("a", 1), ("c", 9)], more=grown))
+    assert (rows.blocks("a"), rows.blocks("b"), rows.blocks("c")) == ([7, 8, 4], [7, 8], [7, 8])
+    rows.begin_step(step((), [("a", 1), ("c", 9)], gone={"b"}))
     assert [row.request_id for row in rows.rows()] == ["a", "c"]
     rows.begin_step(step((), [("c", 1)], preempted={"a"}))
-    assert [row.request_id for row in rows.rows()] == ["c"]
+    assert [row.request_id for row in rows.rows()] == ["c"] and rows.blocks("a") == [7, 8, 4]
     rows.begin_step(step([("a", 0.3)], [("a", 9), ("c", 1)]))
-    assert rows.rows()[1] == BatchRow("a", 0.3, 9), "it came back"
+    assert rows.rows()[1] == BatchRow("a", 0.3, 9) and rows.blocks("a") == [7, 8], "it came back"
     runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state"
     mend = "engine/headrace_engine/vllm/worker.py"
     source = inspect.getsource(find(runner, mend))
     assert "req_ids = sort_batch_req_ids(" in source, f"mend {mend}"
+    update = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests"
+    assert "req_new_block_ids, overwrite=False" in inspect.getsource(find(update, mend))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +242,7 @@ def test_an_engine_of_a_plain_model_on_a_gpu_attends_sparsely(file: str) -> None
         )
         is None
     )
-    try:
-        found, why = CudaSparseRuntime.of(config(), SparseSettings(calibration=file))
-    finally:
-        AttentionBackendEnum.CUSTOM.clear_override()
+    found, why = CudaSparseRuntime.of(config(), SparseSettings(calibration=file))
     assert why is None and found is not None
     assert (found.heads, found.max_pages, len(found.bases)) == (4, 4096, 2)
 

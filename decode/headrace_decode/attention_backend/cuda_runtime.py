@@ -1,13 +1,16 @@
-"""Resources that sparse attention needs on a CUDA GPU: a calibration, memory, compiled kernels.
+"""Resources that sparse attention and compression need on a CUDA GPU: a calibration, memory,
+compiled kernels.
 
-Its memory is a part of the memory that vLLM found for the KV cache:
+Their memory is a part of the memory that vLLM found for the KV cache:
 
     summaries   for all pages of the cache, used or not
-    scratch     for the rows that are computed together, with the longest KV
+    scratch     for the sparse rows that are computed together, with the longest KV
+    copies      for one context of the longest length that is scored, fitted and dropped
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,10 @@ from headrace_decode.attention.calibration_file import CalibrationError, ModelSh
 from headrace_decode.attention.device_copy import padded
 from headrace_decode.attention.page_counts import RECENT, SINKS, page_count
 from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine.head_pages import HeadPages
+from headrace_decode.compression.refit import FITTED_ROWS, MAX_LOGITS
+from headrace_decode.compression.scores import PART_TOKENS
+from headrace_decode.compression.scores import ROWS_AT_ONCE as SCORED_ROWS
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
 from headrace_decode.sparse.engine.cuda_step import ROWS_AT_ONCE, CudaLayer
@@ -30,11 +37,67 @@ from headrace_decode.sparse.summaries import RANK_BESIDE
 from headrace_decode.sparse.summary_layout import SummaryLayout
 from headrace_engine.vllm.attention.cuda import register_cuda_backend, unsupported_cuda_engine
 from headrace_engine.vllm.attention.layers import kv_heads_of_worker, model_fields
-from headrace_engine.vllm.attention.paged_kernels import SEGMENTS, triton_attention
+from headrace_engine.vllm.attention.paged_kernels import (
+    SEGMENTS,
+    triton_attention,
+    triton_causal_attention,
+)
 
 BACKEND = "headrace_decode.attention_backend.cuda.SparseBackend"
+SCORE_BYTES = 40
+"""Bytes of a score with its ranks and flags, while tokens are chosen."""
 STEP_PAGES = 4096
 """Number of pages that a step summarises in all layers, beside those that its own tokens fill."""
+
+
+def unsupported_engine(config: Any, page_tokens: int) -> str | None:
+    """Return why the backend does not work in an engine; None if it works."""
+    return unsupported_cuda_engine(config, page_tokens, MAX_PAGES)
+
+
+def register_backend(config: Any) -> None:
+    """Install the backend in an engine whose model is not loaded yet."""
+    register_cuda_backend(config, BACKEND)
+
+
+def compression_bytes(config: Any, specs: Mapping[str, Any], keep_ratio: float) -> int:
+    """Return the bytes that one context of the engine's longest length takes while it is scored,
+    fitted and dropped.
+
+    Args:
+        specs: vLLM's specs of the KV cache, by layer. keep_ratio: part of it that is kept.
+    """
+    model, layers, spec = config.model_config, len(specs), next(iter(specs.values()))
+    tokens, kv_heads, dim = model.max_model_len, spec.num_kv_heads, spec.head_size
+    heads = model.get_num_attention_heads(config.parallel_config)
+    element = spec.page_size_bytes // (2 * spec.block_size * kv_heads * dim)
+    kept = int(keep_ratio * tokens) * layers * kv_heads * 2 * dim * element
+    queries = 3 * PART_TOKENS * layers * heads * dim * element
+    scores = SCORE_BYTES * tokens * layers * kv_heads
+    of_layer = tokens * kv_heads * dim * (2 * element + 3 * 4)
+    scored = tokens * SCORED_ROWS * kv_heads
+    fitted = max(MAX_LOGITS, tokens * FITTED_ROWS * heads // kv_heads)
+    return kept + queries + scores + of_layer + 3 * 4 * (scored + fitted)
+
+
+def compile_compression(head_pages: HeadPages, heads: int) -> None:
+    """Run the kernels of compressed rows once. Page 0 is vLLM's null block.
+
+    Args:
+        heads: number of the worker's query heads.
+    """
+    keys, values = head_pages.kernel
+    ints = {"dtype": torch.int32, "device": head_pages.device}
+    shape = 2, heads // head_pages.kv_heads, keys.shape[-1]
+    query = torch.zeros(shape, dtype=keys.dtype, device=head_pages.device)
+    table, output = torch.zeros((2, 16), **ints), torch.empty_like(query)
+    for starts in ([0, 1, 2], [0, 2]):
+        lengths, most = torch.full((len(starts) - 1,), 2, **ints), 4 - len(starts)
+        begins = torch.tensor(starts, **ints)
+        triton_causal_attention(
+            *(query, keys, values, output, begins, lengths, table[: len(lengths)]),
+            *(most, head_pages.page_tokens, 1.0),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,11 +120,10 @@ class CudaSparseRuntime:
     def of(
         cls, config: Any, settings: SparseSettings
     ) -> tuple[CudaSparseRuntime | None, str | None]:
-        """Install the backend in an engine whose model is not loaded yet, and return its
-        runtime; or return why the engine attends densely."""
-        why = unsupported_cuda_engine(config, settings.page_tokens, MAX_PAGES)
-        if why is not None:
-            return None, why
+        """Return the sparse attention of an engine that has the backend, or why no row is
+        sparse."""
+        if settings.mode == "off":
+            return None, "techniques.sparse is off"
         if settings.calibration is None:
             return None, (
                 "kernels for GPUs need a basis: set techniques.sparse.calibration, the file that "
@@ -72,7 +134,6 @@ class CudaSparseRuntime:
             bases = read_bases(Path(settings.calibration), shape, settings.page_tokens)
         except CalibrationError as error:
             return None, f"techniques.sparse.calibration: {settings.calibration}: {error}"
-        register_cuda_backend(config, BACKEND)
         own = kv_heads_of_worker(config, shape.kv_heads)
         heads = shape.heads // config.parallel_config.tensor_parallel_size
         most = page_count(config.model_config.max_model_len, settings.page_tokens)

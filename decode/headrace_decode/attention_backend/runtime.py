@@ -51,13 +51,14 @@ class AttentionRuntime:
 
     def bind(
         self,
-        rows: SparseRows,
+        rows: SparseRows | None,
         batch: Callable[[], Sequence[BatchRow]],
         summary_table: PageSummaryTable | None = None,
     ) -> None:
-        """Let rows be sparse from now on.
+        """Let rows be sparse or compressed from now on.
 
         Args:
+            rows: decides which rows are sparse; None if none is.
             batch: returns the rows of the step in progress.
         """
         self._rows, self._batch, self.summary_table = rows, batch, summary_table

@@ -19,12 +19,11 @@ from headrace_decode.attention.offload.block_manager import CompressionSpec, Off
 from headrace_decode.attention.offload.scheduler import OFFLOAD, OffloadMetadata
 from headrace_decode.attention.settings import GIB, SparseSettings
 from headrace_decode.attention_backend.runtime import RUNTIME
-from headrace_decode.compression.engine.calibration import read_predictor
+from headrace_decode.compression.engine.calibration import required_predictor
 from headrace_decode.compression.engine.compression_worker import CompressionWorker
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.engine.metadata import COMPRESSION_KEY, CompressionMetadata
 from headrace_decode.compression.engine.settings import CompressionSettings
-from headrace_decode.compression.importance_predictor import ImportancePredictor
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
@@ -74,7 +73,7 @@ class AttentionWorkerPart(WorkerPart):
         compression: settings of compression; None if no request drops KV.
 
     Attributes:
-        is_sparse: whether the engine attends with our backend.
+        is_bound: whether the engine attends with our backend.
         host_blocks: number of blocks in host memory; 0 if no KV leaves the cache.
     """
 
@@ -82,14 +81,15 @@ class AttentionWorkerPart(WorkerPart):
         self, worker: Any, settings: SparseSettings, compression: CompressionSettings | None
     ) -> None:
         self._worker, self._settings, self._compression = worker, settings, compression
-        self.is_sparse = False
+        self.is_bound = False
         self.host_blocks = 0
         self._unsupported: dict[str, str] = {}
         """By technique that the engine does not support: the reason."""
         self._rope: Rope | None = None
         """The model's rotary embedding, if requests may drop KV."""
+        self._on_cuda = False
         self._cuda: CudaSparseRuntime | None = None
-        """Resources on a CUDA GPU; None on other devices."""
+        """Sparse attention on a CUDA GPU; None on other devices, and if no row is sparse."""
         self._batch: RunnerRows[BatchRow] | FollowedRows[BatchRow]
         self._blocks: Callable[[str], Sequence[int]]
         self._tells_ranks: list[str] = []
@@ -107,7 +107,7 @@ class AttentionWorkerPart(WorkerPart):
         RUNTIME.page_tokens = self._settings.page_tokens
         why = self._use_backend(self._worker.vllm_config)
         if why is None:
-            self.is_sparse = True
+            self.is_bound = True
         else:
             self._attend_densely(why)
 
@@ -121,24 +121,58 @@ class AttentionWorkerPart(WorkerPart):
         return {name: why for name, why in self._unsupported.items() if configured[name]}
 
     def _attend_densely(self, why: str) -> None:
-        self.is_sparse = False
-        self._unsupported = dict.fromkeys((SPARSE, COMPRESSION, OFFLOADING), why)
+        self.is_bound = False
+        for name in (SPARSE, COMPRESSION, OFFLOADING):
+            self._unsupported.setdefault(name, why)
         logger.warning("this engine attends densely: %s", why)
 
     def _use_backend(self, config: Any) -> str | None:
         """Install the device's attention backend; or return why the engine attends densely."""
         if runs_on_cuda():
-            from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
-
-            self._cuda, why = CudaSparseRuntime.of(config, self._settings)
-            return why
+            self._on_cuda = True
+            return self._use_cuda_backend(config)
         why = unsupported_cpu_engine(config, self._settings.page_tokens)
         if why is None:
             register_cpu_backend(BACKEND)
         return why
 
+    def _use_cuda_backend(self, config: Any) -> str | None:
+        """Install the backend of GPUs if rows may be sparse, or contexts compressed.
+
+        A prefill engine has the settings without techniques if engines that pull its KV compress
+        contexts. It gets the backend too, so that the KV of both lies alike.
+        """
+        from headrace_decode.attention_backend import cuda_runtime
+
+        self._unsupported[OFFLOADING] = "this engine does not run on a CPU"
+        if why := cuda_runtime.unsupported_engine(config, self._settings.page_tokens):
+            return why
+        self._cuda, why = cuda_runtime.CudaSparseRuntime.of(config, self._settings)
+        if why is not None:
+            self._unsupported[SPARSE] = why
+            if self._compression is None and self._settings.mode != "off":
+                return why
+            if no_compression := self._why_no_compression(config):
+                self._unsupported[COMPRESSION] = no_compression
+                return no_compression
+            if self._settings.mode != "off":
+                logger.warning("techniques.sparse: requests attend to all KV: %s", why)
+        cuda_runtime.register_backend(config)
+        return None
+
+    def _why_no_compression(self, config: Any) -> str | None:
+        """Return why no request drops KV, according to the engine's configuration."""
+        if self._ranks > 1:
+            return "tensor_parallel_size is above 1"
+        return why_drafts_pin(config) or why_no_extensions(config)
+
     def kv_cache_bytes(self, available: int, specs: Mapping[str, Any]) -> int:
-        """Leave the part that sparse attention takes on a GPU."""
+        """Leave the parts that sparse attention and compression take on a GPU."""
+        if self._on_cuda and self._rope is not None and self._compression is not None:
+            from headrace_decode.attention_backend.cuda_runtime import compression_bytes
+
+            config, keep_ratio = self._worker.vllm_config, self._compression.keep_ratio
+            available = max(available - compression_bytes(config, specs, keep_ratio), 0)
         if self._cuda is None:
             return available
         return self._cuda.cache_bytes(available, next(iter(specs.values())))
@@ -148,14 +182,12 @@ class AttentionWorkerPart(WorkerPart):
         the settings ask for that and the engine supports it."""
         config: Any = self._worker.vllm_config
         compresses = self._compression is not None
-        if not self.is_sparse or not (compresses or self._settings.offload_gib):
+        if not self.is_bound or not (compresses or self._settings.offload_gib):
             return specs
         kind = FullAttentionSpec
-        stays = why_blocks_pinned(specs, config) or why_no_extensions(config)
+        stays = why_blocks_pinned(specs, config)
         if compresses:
-            why = stays
-            if why is None and self._ranks > 1:
-                why = "tensor_parallel_size is above 1"
+            why = stays or self._why_no_compression(config)
             if why is None:
                 self._rope, why = rope_of(config, specs, self._worker.get_model())
             if why is None:
@@ -164,7 +196,8 @@ class AttentionWorkerPart(WorkerPart):
                 self._unsupported[COMPRESSION] = why
                 logger.warning("techniques.compression: requests keep all KV: %s", why)
         if self._settings.offload_gib:
-            blocks, why = 0, stays
+            blocks, why = 0, self._unsupported.get(OFFLOADING) or stays
+            why = why or why_drafts_pin(config) or why_no_extensions(config)
             if why is None:
                 blocks, why = host_blocks(specs, self._settings, config)
             if why is None:
@@ -178,7 +211,7 @@ class AttentionWorkerPart(WorkerPart):
 
     def after_kv_cache(self, kv_cache_config: Any) -> None:
         """Bind the layers to their caches."""
-        if not self.is_sparse:
+        if not self.is_bound:
             return
         kind = FullAttentionSpec if self._rope is None else CompressionSpec
         kind = OffloadSpec if self.host_blocks else kind
@@ -187,35 +220,49 @@ class AttentionWorkerPart(WorkerPart):
             modules = attention_layers(self._worker.vllm_config, kv_cache_config)
             why = unsupported_layers(modules)
         if why is not None:
-            if self.host_blocks:
-                raise RuntimeError(f"this engine cannot offload KV: {why}")
+            if kind is not FullAttentionSpec:  # the scheduler takes blocks away
+                raise RuntimeError(f"this engine cannot offload or drop KV: {why}")
             self._attend_densely(why)
             return
         if not all(hasattr(module.impl, "sparse") for module in modules):
             raise RuntimeError("vLLM made its layers with another attention backend than ours")
-        if self._cuda is not None:
-            self._bind_cuda(self._cuda, modules)
+        if self._on_cuda:
+            self._bind_cuda(modules)
         else:
             self._bind(modules)
 
-    def _bind_cuda(self, runtime: CudaSparseRuntime, modules: list[Any]) -> None:
-        try:
-            taken = runtime.bind(modules)
-        except Exception as error:
-            logger.debug("sparse attention cannot be bound", exc_info=True)
-            self._attend_densely(f"{type(error).__name__}: {error}")
-            return
+    def _bind_cuda(self, modules: list[Any]) -> None:
+        rows, runner = None, self._worker.model_runner
+        if (runtime := self._cuda) is not None:
+            try:
+                taken, rows = runtime.bind(modules), runtime.rows()
+            except Exception as error:
+                logger.debug("sparse attention cannot be bound", exc_info=True)
+                self._unsupported[SPARSE] = why = f"{type(error).__name__}: {error}"
+                if self._rope is None:
+                    self._attend_densely(why)
+                    return
+                logger.warning("techniques.sparse: requests attend to all KV: %s", why)
         second = self._worker.vllm_config.use_v2_model_runner
-        runner = self._worker.model_runner
-        self._batch = FollowedRows(batch_row) if second else RunnerRows(runner, batch_row)
-        RUNTIME.bind(runtime.rows(), self._batch.rows)
-        logger.info(
-            "sparse attention over pages of %d tokens on this GPU; of the KV cache's memory "
-            "summaries take %.0f MB, and %.0f MB are left to a step",
-            runtime.page_tokens,
-            taken / 1e6,
-            runtime.scratch_bytes / 1e6,
-        )
+        batch = FollowedRows(batch_row) if second else RunnerRows(runner, batch_row)
+        self._batch = batch
+        RUNTIME.bind(rows, batch.rows)
+        if runtime is not None and rows is not None:
+            logger.info(
+                "sparse attention over pages of %d tokens on this GPU; of the KV cache's memory "
+                "summaries take %.0f MB, and %.0f MB are left to a step",
+                runtime.page_tokens,
+                taken / 1e6,
+                runtime.scratch_bytes / 1e6,
+            )
+        if self._rope is not None:
+            from headrace_decode.attention_backend.cuda_runtime import compile_compression
+
+            for number, module in enumerate(modules):
+                module.impl.number = number
+            self._bind_compression(modules, self._rope, batch.blocks, KvOrder.JOINED)
+            assert RUNTIME.compression is not None
+            compile_compression(RUNTIME.compression.head_pages, modules[0].num_heads)
 
     def _bind(self, modules: list[Any]) -> None:
         keys = [LayerCache(module.kv_cache) for module in modules]
@@ -231,12 +278,7 @@ class AttentionWorkerPart(WorkerPart):
         self._blocks = runner.blocks
         RUNTIME.bind(rows, runner.rows, summary_table)
         if self._rope is not None:
-            caches, scale = [module.kv_cache for module in modules], modules[0].impl.scale
-            head_pages = HeadPages(caches, block_pages, KvOrder.VEC)
-            predictor = self._predictor(RUNTIME.page_tokens)
-            RUNTIME.compression = CompressionWorker(
-                head_pages, scale, self._rope, runner.blocks, predictor
-            )
+            self._bind_compression(modules, self._rope, runner.blocks, KvOrder.VEC)
         if self.host_blocks:
             host = HostPool(keys, self.host_blocks, block_pages)
             longest = self._worker.vllm_config.model_config.max_model_len
@@ -258,24 +300,26 @@ class AttentionWorkerPart(WorkerPart):
             summary_table.nbytes / 1e6,
         )
 
-    def _predictor(self, page_tokens: int) -> ImportancePredictor | None:
-        """Read the predictor of compressed contexts, if the settings name one.
-
-        Raises:
-            RuntimeError: the file cannot be used. The scheduler relies on the predictor, so the
-                engine cannot run without it.
-        """
-        settings = self._compression
-        if settings is None or settings.calibration is None:
-            return None
-        shape = ModelShape.of(model_fields(self._worker.vllm_config))
+    def _bind_compression(
+        self, modules: list[Any], rope: Rope, blocks: Callable[[str], Sequence[int]], order: KvOrder
+    ) -> None:
+        """Have requests drop KV."""
+        caches, scale = [module.kv_cache for module in modules], modules[0].impl.scale
+        block_tokens = self._worker.vllm_config.cache_config.block_size
         try:
-            return read_predictor(Path(settings.calibration), shape, page_tokens)
-        except CalibrationError as error:
-            raise RuntimeError(
-                f"techniques.compression.calibration: {settings.calibration} cannot be used: "
-                f"{error}"
-            ) from None
+            head_pages = HeadPages(caches, block_tokens // RUNTIME.page_tokens, order)
+        except ValueError as error:
+            raise RuntimeError(f"this engine cannot drop KV: {error}") from None
+        shape = ModelShape.of(model_fields(self._worker.vllm_config))
+        assert self._compression is not None
+        predictor = required_predictor(self._compression, shape, RUNTIME.page_tokens)
+        RUNTIME.compression = CompressionWorker(head_pages, scale, rope, blocks, predictor)
+        logger.info(
+            "requests may drop KV, in pages of %d tokens on %s; %s",
+            RUNTIME.page_tokens,
+            head_pages.device,
+            "prompts are read again" if predictor is None else "with a predictor",
+        )
 
     def _bases(self) -> list[Basis] | None:
         if self._settings.calibration is None:
@@ -290,7 +334,7 @@ class AttentionWorkerPart(WorkerPart):
 
     def begin_step(self, step: Any) -> None:
         """Prepare the step's sparse, offloaded and compressed rows."""
-        if not self.is_sparse:
+        if not self.is_bound:
             return
         RUNTIME.begin_step(requests_moved(step))
         self._batch.begin_step(step)
@@ -309,7 +353,7 @@ class AttentionWorkerPart(WorkerPart):
 
     def after_step(self, output: Any) -> Any:
         """Save the KV that is final now; return the output, with the requests whose KV was lost."""
-        if not self.is_sparse:
+        if not self.is_bound:
             return output
         if RUNTIME.offloading:
             RUNTIME.offloading.save(self._final, self._blocks)
@@ -319,7 +363,7 @@ class AttentionWorkerPart(WorkerPart):
 
     def after_sample(self, output: Any) -> Any:
         """Return the output, with the requests whose KV was lost in the step."""
-        return with_lost(output, RUNTIME.pop_lost()) if self.is_sparse else output
+        return with_lost(output, RUNTIME.pop_lost()) if self.is_bound else output
 
     def _offload_begins(self, step: Any) -> dict[str, int]:
         """Follow a step's offloaded requests. Return the number of each request's tokens whose KV
@@ -345,13 +389,14 @@ def why_blocks_pinned(specs: dict[str, Any], config: Any) -> str | None:
         specs: vLLM's specs, by layer.
         config: the engine's configuration.
     """
-    if runs_on_cuda():
-        return "this engine does not run on a CPU"
     kinds = {type(spec).__name__ for spec in specs.values()}
     if kinds != {FullAttentionSpec.__name__}:
         return f"its layers are {sorted(kinds)}"
-    if why := unsupported_layers(attention_modules(config, specs)):
-        return why
+    return unsupported_layers(attention_modules(config, specs))
+
+
+def why_drafts_pin(config: Any) -> str | None:
+    """Return why drafts of an engine let no block leave its cache; None if blocks may."""
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "custom_class":
         return f"{speculative.method} drafts over the cache"

@@ -68,11 +68,12 @@ class RunnerRows(Generic[Row]):
 
 class FollowedRows(Generic[Row]):
     """Rows of vLLM's second model runner, in engines without drafts. The runner keeps no sampling
-    parameters, so these are taken from the scheduler's steps."""
+    parameters, so these and the requests' blocks are taken from the scheduler's steps."""
 
     def __init__(self, make_row: MakeRow[Row]) -> None:
         self._make_row = make_row
         self._known: dict[str, Row] = {}
+        self._blocks: dict[str, list[int]] = {}
         self._rows: list[Row] = []
 
     def begin_step(self, step: Any) -> None:
@@ -81,7 +82,14 @@ class FollowedRows(Generic[Row]):
 
         for name in requests_gone(step):
             self._known.pop(name, None)
+        for name in step.finished_req_ids:
+            self._blocks.pop(name, None)
+        cached = step.scheduled_cached_reqs
+        for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if more is not None:
+                self._blocks[name] += more[0]
         for new in step.scheduled_new_reqs:
+            self._blocks[new.req_id] = list(new.block_ids[0])
             self._known[new.req_id] = self._make_row(
                 new.req_id, new.sampling_params, new.prompt_len
             )
@@ -91,6 +99,10 @@ class FollowedRows(Generic[Row]):
     def rows(self) -> list[Row]:
         """Return the batch of the step in progress."""
         return self._rows
+
+    def blocks(self, name: str) -> Sequence[int]:
+        """Return a request's blocks of the scheduler; of a preempted one, those that it had."""
+        return self._blocks[name]
 
 
 class SeededPrompts:

@@ -23,6 +23,7 @@ from headrace_decode.attention.calibration_file import (
     ModelShape,
     Shapes,
 )
+from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.importance_predictor import ImportancePredictor
 
 COMMAND = "headrace lab calibrate compression MODEL --texts FOLDER --out FILE"
@@ -80,6 +81,29 @@ def read_predictor(path: Path, shape: ModelShape, page_tokens: int) -> Importanc
 
     _, tensors = files.read(path, KIND, _parse, check)
     return ImportancePredictor(**{name: torch.from_numpy(one) for name, one in tensors.items()})
+
+
+def required_predictor(
+    settings: CompressionSettings, shape: ModelShape, page_tokens: int
+) -> ImportancePredictor | None:
+    """Read the predictor that settings name; None if they name none.
+
+    Args:
+        shape, page_tokens: as for `read_predictor`.
+
+    Raises:
+        RuntimeError: the file cannot be used. The scheduler relies on the predictor, so the engine
+            cannot run without it.
+    """
+    file = settings.calibration
+    if file is None:
+        return None
+    try:
+        return read_predictor(Path(file), shape, page_tokens)
+    except CalibrationError as error:
+        raise RuntimeError(
+            f"techniques.compression.calibration: {file} cannot be used: {error}"
+        ) from None
 
 
 def digest(path: Path) -> bytes:
