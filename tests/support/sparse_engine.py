@@ -47,6 +47,7 @@ class SparseEngine:
         offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
         runner: as on a card (`as_card`), with this model runner of vLLM's; None: as on a CPU.
         bounded: whether requests may drop KV. has_predictor: with a random predictor.
+        stream: whether all such contexts are streamed.
         store: where its KV store's memory is; None: it has none.
     """
 
@@ -62,6 +63,7 @@ class SparseEngine:
         runner: str | None = None,
         bounded: bool = False,
         has_predictor: bool = False,
+        stream: bool = False,
         store: Path | None = None,
     ) -> None:
         self._folder = TemporaryDirectory()
@@ -76,6 +78,7 @@ class SparseEngine:
         options: dict[str, Any] = {"model": model, "sparse": int(sparse), "blocks": blocks}
         options |= {"offload": offload_gib, "longest": longest, "batch": batch}
         options |= {"compression": 1} if bounded else {}
+        options |= {"stream": 1} if stream else {}
         options |= {"store": store} if store is not None else {}
         if runner is not None:
             options["block"] = SparseSettings.page_tokens
@@ -144,6 +147,7 @@ class Engine:
         batch: int,
         block: int,
         bounded: int,
+        stream: int,
         predictor: str | None,
         store: str | None,
     ) -> None:
@@ -161,9 +165,8 @@ class Engine:
         if offload_gib or bounded:
             told["scheduler_cls"] = EXTENSIBLE_SCHEDULERS[True]
         if bounded:
-            told["additional_config"] |= CompressionSettings(
-                calibration=predictor
-            ).additional_config()
+            bounds = CompressionSettings(calibration=predictor, stream=bool(stream))
+            told["additional_config"] |= bounds.additional_config()
         if store:
             told["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="HeadraceConnector",
@@ -462,6 +465,7 @@ def main() -> None:
     parser.add_argument("--store")
     parser.add_argument("--offload", type=float, default=0)
     sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128, "compression": 0}
+    sizes |= {"stream": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
