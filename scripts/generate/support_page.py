@@ -67,7 +67,7 @@ Whether an engine has a technique if it also has the feature of the column. Lett
 | blending | yes (a) | no (b) | yes | needs it | yes |
 | sparse attention | yes, with a calibration | yes | yes | yes | yes |
 | sparse attention with offload | no (c) | yes | yes | no (e) | yes |
-| compression | no (f) | no (d) | yes; a streamed prompt is computed by the decode engine | yes | yes |
+| compression | yes (a) | no (d) | yes; a streamed prompt is computed by the decode engine | yes | yes |
 | cross-layer KV sharing | yes | not tested | yes | yes | yes |
 
 | | missing |
@@ -77,9 +77,8 @@ Whether an engine has a technique if it also has the feature of the column. Lett
 | c | code that copies pages between host memory and a GPU while it computes |
 | d | code. The choice compares the heads of all layers, so ranks must agree on it; stored contexts have all heads |
 | e | by design: an offloaded request neither loads nor saves blocks |
-| f | code that scores, fits and gathers the kept KV on a GPU, and gives its attention kernel a table for each KV head |
 
-Tests: each pair of techniques on one engine (`tests/integration/test_extension_pairs.py`), sparse attention and offload with two ranks (`test_sparse_ranks_engine.py`) and as on a GPU in Triton's interpreter (`test_sparse_card_engine.py`).
+Tests: each pair of techniques on one engine (`tests/integration/test_extension_pairs.py`), sparse attention and offload with two ranks (`test_sparse_ranks_engine.py`), and sparse attention and compression as on a GPU in Triton's interpreter (`test_sparse_card_engine.py`, `test_compression_card_engine.py`).
 """  # noqa: E501
 
 

@@ -78,8 +78,8 @@ class SparseSection(Section):
 
 
 class CompressionSection(Section):
-    """KV cache compression: a part of a long prompt's KV is dropped (docs/compression.md). Engines
-    on CPUs only. The size of a page is `techniques.sparse.page_tokens`."""
+    """KV cache compression: a part of a long prompt's KV is dropped (docs/compression.md). The size
+    of a page is `techniques.sparse.page_tokens`."""
 
     mode: Mode = _mode("compression", ", and those that use sparse attention")
     keep_ratio: float = Field(
