@@ -42,16 +42,16 @@ from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.blocks.slot_record import READY
 from headrace_kvstore.protocol.wire import socket_path
 from tests.support import run
-from tests.support.families import POSITIONS, write_family
-from tests.support.forked import Forked
-from tests.support.program import IN_ONE_PROCESS, engine_environment
-from tests.support.stored import (
+from tests.support.connectors import (
     beside,
+    blending_connector,
     checked_nixl_connector,
-    connector_of,
     side_channel,
     store_connector,
 )
+from tests.support.families import POSITIONS, write_family
+from tests.support.forked import Forked
+from tests.support.program import IN_ONE_PROCESS, engine_environment
 from tests.support.storenode import StoreNodeProcess
 
 DRAM_BYTES = 512 << 20
@@ -251,14 +251,7 @@ class Trial:
         """Ask an engine with all techniques which of them it does not do."""
         name = f"{self._prefill.arena_name}-t"
         store = {"name": name, "dram_bytes": 32 << 20, "node": False}
-        connectors = [
-            store_connector(store),
-            connector_of(
-                "StoredBlendingConnector",
-                "headrace_prefill.blending.engine.stored_connector",
-                store,
-            ),
-        ]
+        connectors = store_connector(store), blending_connector(store)
         settings = SparseSettings().additional_config() | CompressionSettings().additional_config()
         try:
             told = self._start(

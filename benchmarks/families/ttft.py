@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.families.cases import FIRST_TOKEN, LAST_TOKEN
 from benchmarks.families.trial import Machine
-from tests.support.stored import store_connector
+from tests.support.connectors import store_connector
 
 TOKENS, HITS = 6000, 3
 BLOCK = 128

@@ -19,9 +19,14 @@ from benchmarks.kvstore.child import Child, serve
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, pull_params
 from headrace_lab.models.decoder import Decoder
 from tests.support import run
+from tests.support.connectors import (
+    beside,
+    checked_nixl_connector,
+    side_channel,
+    store_connector,
+)
 from tests.support.forked import Forked
 from tests.support.program import IN_ONE_PROCESS, engine_environment
-from tests.support.stored import beside, checked_nixl_connector, side_channel, store_connector
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 6, 4, 2, 32, 128, 512
 BLOCK = 32

@@ -16,9 +16,9 @@ from typing import Any
 
 from headrace_decode.resume.scheduler import RESUME_TOKENS
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
+from tests.support.connectors import beside, blending_connector, store_connector
 from tests.support.program import say
 from tests.support.prompts import noise
-from tests.support.stored import connector_of, store_connector
 from tests.support.tiny import tiny_llama
 
 BLOCK, BLOCKS = 128, 28
@@ -52,17 +52,7 @@ class Engine:
         from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
 
         store = {"name": "pairs", "folder": str(folder), "dram_bytes": 256 << 20, "node": False}
-        connectors = [
-            store_connector(store),
-            connector_of(
-                "StoredBlendingConnector",
-                "headrace_prefill.blending.engine.stored_connector",
-                store,
-            ),
-        ]
-        composite = connector_of(
-            "HeadracePDConnector", "headrace_engine.connector.composite", {"connectors": connectors}
-        )
+        composite = beside(store_connector(store), blending_connector(store))
         speculation = engine_arguments(DRAFTS)
         speculation["additional_config"] |= {
             **SparseSettings(offload_gib=1).additional_config(),

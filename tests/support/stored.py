@@ -17,10 +17,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params, pull_params
-from headrace_engine.kv_transfer.ports import free_port_block
 from tests.support import run
+from tests.support.connectors import (
+    beside,
+    blending_connector,
+    checked_nixl_connector,
+    side_channel,
+    store_connector,
+)
 from tests.support.forked import Forked
 from tests.support.kvnode import SlowMover
 from tests.support.program import (
@@ -52,6 +57,7 @@ class StoredEngine:
         ranks: tensor-parallel workers; several are processes of their own, in which `slow_disk`
             changes nothing.
         hands_over: whether it hands KV to other engines over NIXL, and pulls theirs.
+        blends: whether it also reuses the store's KV at other places.
         more: of the engine's arguments.
     """
 
@@ -62,6 +68,7 @@ class StoredEngine:
         prefix_caching: bool = True,
         ranks: int = 1,
         hands_over: bool = False,
+        blends: bool = False,
         **more: Any,
     ) -> None:
         self._folder = TemporaryDirectory()
@@ -75,6 +82,7 @@ class StoredEngine:
             "prefix_caching": int(prefix_caching),
             "ranks": ranks,
             "hands_over": int(hands_over),
+            "blends": int(blends),
             "more": json.dumps(more),
         }
         run.engine_started()
@@ -126,6 +134,14 @@ class StoredEngine:
     def answer(self) -> list[Stored]:
         """What was asked for last. Raises RuntimeError if the engine failed or is gone."""
         return [Stored(**answer) for answer in self._child.answer()]
+
+    def unsupported(self) -> dict[str, str]:
+        """The techniques that any of its ranks cannot do, and why."""
+        return dict(self._child.do("unsupported"))
+
+    def digests(self, prompt: list[int]) -> list[list[int]]:
+        """The hashes of a prompt's full blocks, each as numbers of a byte."""
+        return list(self._child.do("digests", prompt=prompt))
 
     def block_tokens(self) -> int:
         """Tokens of a block: vLLM makes blocks longer for a model with recurrent layers."""
@@ -225,6 +241,7 @@ class Engine:
         prefix_caching: bool,
         ranks: int,
         hands_over: bool,
+        blends: bool,
         more: dict[str, Any],
     ) -> None:
         from vllm import LLM
@@ -239,11 +256,15 @@ class Engine:
         transfer = None
         self._stores = store is not None
         if store is not None:
-            connector = store_connector(store)
+            connectors = [store_connector(store)]
             if hands_over:
+                connectors.insert(0, checked_nixl_connector())
+            if blends:
+                connectors.append(blending_connector(store))
+            if len(connectors) > 1:
                 # MultiConnector takes statistics for mappings, as they are between two processes.
                 KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
-                connector = beside(checked_nixl_connector(), connector)
+            connector = beside(*connectors) if len(connectors) > 1 else connectors[0]
             transfer = KVTransferConfig(**connector)
         usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 8192}
         self._llm = LLM(
@@ -275,6 +296,19 @@ class Engine:
         turns = [inputs] if together else [[given] for given in inputs]
         told = [self._turn(turn, max_tokens, extra=extra, adapter=adapter)[0] for turn in turns]
         return [answer for answers in told for answer in answers]
+
+    def unsupported(self) -> dict[str, str]:
+        told = self._llm.collective_rpc("headrace_unsupported")
+        return {name: why for each in told for name, why in each.items()}
+
+    def digests(self, prompt: list[int]) -> list[list[int]]:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        hasher = self._llm.llm_engine.engine_core.engine_core.request_block_hasher
+        params = SamplingParams(max_tokens=1)
+        made = Request("hashed", prompt, params, None, block_hasher=hasher)
+        return [list(bytes(each)[:32]) for each in made.block_hashes]
 
     def block_tokens(self) -> int:
         return int(self._llm.llm_engine.vllm_config.cache_config.block_size)
@@ -400,41 +434,6 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def side_channel(ranks: int = 1) -> dict[str, str]:
-    """Environment of an engine that hands KV to others over NIXL: where they ask for it."""
-    return {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port_block(1 + ranks, "127.0.0.1")),
-    }
-
-
-def store_connector(store: dict[str, Any]) -> dict[str, Any]:
-    """A transfer configuration with a KV store of these settings."""
-    return connector_of("HeadraceConnector", "headrace_engine.store_connector", store)
-
-
-def checked_nixl_connector() -> dict[str, Any]:
-    """A transfer configuration with NIXL, and a fingerprint of all KV."""
-    checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
-    return connector_of("NixlConnector", "headrace_engine.pull_proof.connector", checks)
-
-
-def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """A transfer configuration with several connectors."""
-    settings = {"connectors": list(connectors)}
-    return connector_of("HeadracePDConnector", "headrace_engine.connector.composite", settings)
-
-
-def connector_of(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kv_connector": name,
-        "kv_connector_module_path": module,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings,
-    }
-
-
 def _flip(worker: Any) -> None:
     embeddings = worker.model_runner.get_model().model.embed_tokens.weight.data
     embeddings.copy_(embeddings.flip(0).clone())
@@ -471,9 +470,10 @@ def main() -> None:
     parser.add_argument("--prefix-caching", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--hands-over", type=int, required=True)
+    parser.add_argument("--blends", type=int, required=True)
     parser.add_argument("--more", type=json.loads, required=True)
     args = parser.parse_args()
-    flags = bool(args.prefix_caching), args.ranks, bool(args.hands_over)
+    flags = bool(args.prefix_caching), args.ranks, bool(args.hands_over), bool(args.blends)
     serve(lambda: Engine(args.model, args.store, *flags, args.more))
 
 

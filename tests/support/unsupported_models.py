@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
+from tests.support.connectors import beside, blending_connector, store_connector
 from tests.support.program import say
-from tests.support.stored import connector_of, store_connector
 
 BLOCK, BLOCKS, TOKENS = 128, 40, 300
 SIZES = {
@@ -111,17 +111,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
 
     MODELS[name]().save_pretrained(folder / name)
     store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
-    connectors = [
-        store_connector(store),
-        connector_of(
-            "StoredBlendingConnector", "headrace_prefill.blending.engine.stored_connector", store
-        ),
-    ]
-    composite = connector_of(
-        "HeadracePDConnector",
-        "headrace_engine.connector.composite",
-        {"connectors": connectors},
-    )
+    composite = beside(store_connector(store), blending_connector(store))
     said = Said()
     logging.getLogger("headrace").addHandler(said)
     llm = LLM(

@@ -23,10 +23,10 @@ from headrace_engine.kv_transfer.handoff import PARAMS_KEY, pull_params
 from headrace_engine.kv_transfer.media import encode_media, prompt_with_media
 from headrace_engine.vllm.llm import process_media_by_tenant
 from tests.support import run
+from tests.support.connectors import side_channel
 from tests.support.cross_layer_models import Engines
 from tests.support.forked import Forked
 from tests.support.program import IN_ONE_PROCESS, engine_environment
-from tests.support.stored import side_channel
 from tests.support.tiny_vision import picture
 
 

@@ -15,7 +15,12 @@ from headrace_engine.connector.stats import StoreStats
 from headrace_engine.pull_proof.stats import TransferStats
 from headrace_engine.vllm.connectors import KVConnectorFactory
 from headrace_engine.vllm.engine import connector_stats
-from tests.support.stored import beside, checked_nixl_connector, connector_of, store_connector
+from tests.support.connectors import (
+    beside,
+    checked_nixl_connector,
+    connector_of,
+    store_connector,
+)
 
 
 class Child:
