@@ -52,7 +52,7 @@ GROUNDS = """
 | drafting | `drafting`, with Headrace's retrieval memory |
 | blending, sparse, compression | the engine's own checks with all techniques on. Tests of the techniques use Llamas: `tests/integration/test_blending_engine.py`, `test_sparse_engine.py`, `test_compression_engine.py` |
 | LoRA | vLLM's class takes adapters. Prompts with an adapter are prefilled by the decode replica, and their blocks are named by the adapter's content (`tests/unit/test_kv_adapters.py`). Blending is refused with `enable_lora` |
-| TP | heads are divided over ranks (`tests/integration/test_kv_ranks_engine.py`, with a Llama). [Some techniques](#techniques) are refused: {tp} |
+| TP | heads are divided over ranks (`tests/integration/test_kv_ranks_engine.py`, with a Llama). [Compression](#techniques) is refused: {tp} |
 | 8-bit KV | blocks are moved and kept as the engine has them, and its dtype is part of their identity (`tests/unit/test_kv_identity.py`). Techniques are refused: {quantised} |
 """  # noqa: E501
 
@@ -64,21 +64,20 @@ Whether an engine has a technique if it also has the feature of the column. Lett
 | technique | GPU | TP above 1 | prefill and decode | store | prefix cache |
 |---|---|---|---|---|---|
 | speculative decoding | yes (a) | not tested | yes | yes | yes |
-| blending | yes (a) | no (b) | yes | needs it | yes |
+| blending | yes (a) | yes | yes | needs it | yes |
 | sparse attention | yes, with a calibration | yes | yes | yes | yes |
-| sparse attention with offload | no (c) | yes | yes | no (e) | yes |
-| compression | yes (a) | no (d) | yes; a streamed prompt is computed by the decode engine | yes | yes |
+| sparse attention with offload | no (b) | yes | yes | no (d) | yes |
+| compression | yes (a) | no (c) | yes; a streamed prompt is computed by the decode engine | yes | yes |
 | cross-layer KV sharing | yes | not tested | yes | yes | yes |
 
 | | missing |
 |---|---|
 | a | no card has run it ([the list](gpu.md#open-and-answered-questions)) |
-| b | code. The choice of tokens sums attention over all heads, and a part of a block that one rank cannot read must stop all ranks |
-| c | code that copies pages between host memory and a GPU while it computes |
-| d | code. The choice compares the heads of all layers, so ranks must agree on it; stored contexts have all heads |
-| e | by design: an offloaded request neither loads nor saves blocks |
+| b | code that copies pages between host memory and a GPU while it computes |
+| c | code. The choice compares the heads of all layers, so ranks must agree on it; stored contexts have all heads |
+| d | by design: an offloaded request neither loads nor saves blocks |
 
-Tests: each pair of techniques on one engine (`tests/integration/test_extension_pairs.py`), sparse attention and offload with two ranks (`test_sparse_ranks_engine.py`), and sparse attention and compression as on a GPU in Triton's interpreter (`test_sparse_card_engine.py`, `test_compression_card_engine.py`).
+Tests: each pair of techniques on one engine (`tests/integration/test_extension_pairs.py`), sparse attention, offload and blending with two ranks (`test_sparse_ranks_engine.py`, `test_blending_ranks_engine.py`), and sparse attention and compression as on a GPU in Triton's interpreter (`test_sparse_card_engine.py`, `test_compression_card_engine.py`).
 """  # noqa: E501
 
 

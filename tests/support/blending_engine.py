@@ -368,7 +368,7 @@ class Engine:
             *("it", np.array(tokens), table, 0, placed), lambda _: np.array(depths)
         )
         side = SelectiveRecompute(self._rows, self._connector.scatter(self._rows))
-        side.start(request)
+        side.start("it", lambda: request)
         while len(side):
             assert not side.step(rows).failed
         chunks = [(new, length) for _, _, length, new in runs]

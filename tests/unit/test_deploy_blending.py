@@ -50,13 +50,17 @@ def test_engines_that_draft_and_those_that_do_not_get_the_worker() -> None:
     assert drafting["worker_cls"] == plain["worker_cls"] == EXTENSIBLE_WORKER
 
 
+def test_engines_of_several_ranks_reuse() -> None:
+    assert add_blending(ON, [engine(tensor_parallel_size=2)]) is not None
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
         ({"worker_cls": "mine.Worker"}, "worker_cls mine.Worker"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, "connectors of its own"),
         ({"kv_transfer_config": None}, "connectors of its own"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"enable_lora": True}, "enable_lora"),
     ],

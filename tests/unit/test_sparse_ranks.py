@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,29 +49,3 @@ def test_a_basis_is_divided_by_heads() -> None:
     assert (part.into == whole.into[2:]).all()
     assert (part.back == whole.back[2:]).all()
     assert part.into.flags.c_contiguous
-
-
-def union(rank: int, folder: str, queue: Any) -> None:
-    """One of two ranks, in a process of its own."""
-    import torch.distributed as dist
-
-    from headrace_engine.vllm import worker
-
-    dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=rank)
-    worker.get_tp_group = lambda: SimpleNamespace(cpu_group=dist.group.WORLD)  # type: ignore
-    found = worker.union_over_ranks({"b"} if rank else {"z"}, ["a", "b", "c"])
-    queue.put((rank, found, worker.union_over_ranks(set(), ["a"])))
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_all_ranks_know_whose_kv_one_of_them_has_lost(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=union, args=(n, str(tmp_path), queue)) for n in range(2)]
-    for each in ranks:
-        each.start()
-    found = sorted(queue.get(timeout=120) for _ in ranks)
-    for each in ranks:
-        each.join(60)
-    assert found == [(0, {"b"}, set()), (1, {"b"}, set())]

@@ -15,6 +15,7 @@ from headrace_decode.planning.prefill_executor import PrefillExecutor, Work
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.kv_transfer.handoff import BLENDED_KEY, PrefillRequest
+from headrace_engine.vllm.worker import RankGroup
 from headrace_prefill.blending.engine.worker import BlendingWorkerPart
 from headrace_prefill.server import PrefillServer
 from tests.support.prefill_executor import Planner
@@ -95,19 +96,18 @@ class Wants:
         self.why = why
 
 
-@pytest.mark.parametrize("error", [ValueError("rope_type 'yarn'"), IndexError("a cache of 3")])
-def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_starting(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def bound(
+    monkeypatch: pytest.MonkeyPatch,
+    connector: Wants,
+    rows: Any,
+    ranks: RankGroup,
+) -> dict[str, str]:
+    """What a worker with this connector cannot do once it has a KV cache."""
     from headrace_prefill.blending.engine import worker
-
-    connector = Wants()
-
-    def rows(*_: Any) -> Any:
-        raise error
 
     monkeypatch.setattr(worker, "worker_connectors", lambda: [object(), connector])
     monkeypatch.setattr(worker, "row_engine", rows)
+    monkeypatch.setattr(RankGroup, "of_engine", staticmethod(lambda: ranks))
 
     class Plain:
         def initialize_from_config(self, config: Any) -> None: ...
@@ -117,8 +117,31 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
     mine = Mine()
     mine.set_parts([BlendingWorkerPart(mine)])
     mine.initialize_from_config(None)
-    told = mine.headrace_unsupported()
+    return mine.headrace_unsupported()
+
+
+@pytest.mark.parametrize("error", [ValueError("rope_type 'yarn'"), IndexError("a cache of 3")])
+def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_starting(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = Wants()
+
+    def rows(*_: Any) -> Any:
+        raise error
+
+    told = bound(monkeypatch, connector, rows, RankGroup())
     assert str(error) in told["blending"] and connector.why == told["blending"]
+
+
+def test_no_rank_computes_rows_if_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Others(RankGroup):
+        def union(self, names: Any, among: Any) -> set[str]:
+            return set(among)
+
+    connector = Wants()
+    connector.bind_rows = lambda rows: None  # type: ignore[method-assign]
+    told = bound(monkeypatch, connector, lambda *_: None, Others())
+    assert told == {} and connector.why == "another rank cannot recompute rows"
 
 
 def test_an_engine_without_a_connector_that_blends_leaves_nothing_out() -> None:

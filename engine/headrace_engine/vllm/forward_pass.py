@@ -87,7 +87,7 @@ def find_decoder(model: nn.Module) -> Decoder:
 def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `Unsupported` for an engine in which rows outside of its steps would differ from the
     model's own."""
-    why = unsupported_model(config)
+    why = unsupported_model(config, heads_divided=True)
     if config.parallel_config.data_parallel_size > 1:
         why = "data_parallel_size is above 1"
     elif config.lora_config is not None:

@@ -1,5 +1,5 @@
-"""vLLM's worker of this platform: its class, its connectors, the rows of its batch, and seeded
-requests on CPUs.
+"""vLLM's worker of this platform: its class, its connectors, its tensor-parallel ranks, the rows of
+its batch, and seeded requests on CPUs.
 
 `tests/unit/test_contracts_sparse.py`, `test_contracts_sparse_device.py` and
 `test_contracts_blending.py` pin what is used here.
@@ -8,10 +8,14 @@ requests on CPUs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
@@ -32,15 +36,43 @@ def worker_connectors() -> list[Any]:
     return list(getattr(group, "_connectors", [group]))
 
 
-def union_over_ranks(names: set[str], among: Sequence[str]) -> set[str]:
-    """Return the names that any tensor-parallel rank of this engine has. All ranks call this.
+@dataclass(frozen=True)
+class RankGroup:
+    """The tensor-parallel ranks of an engine, which compare values in host memory.
 
-    Args:
-        names: this rank's. among: names that count, the same on all ranks.
+    Each method waits for all ranks, so all of them call it, in the same order.
+
+    Attributes:
+        group: their process group; None for one rank.
     """
-    flags = torch.tensor([name in names for name in among], dtype=torch.uint8)
-    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
-    return {name for name, flag in zip(among, flags.tolist(), strict=True) if flag}
+
+    group: ProcessGroup | None = None
+
+    @staticmethod
+    def of_engine() -> RankGroup:
+        """Return the ranks of this worker's engine."""
+        group = get_tp_group()
+        return RankGroup(group.cpu_group if group.world_size > 1 else None)
+
+    def union(self, names: Collection[str], among: Sequence[str]) -> set[str]:
+        """Return the names that any rank has.
+
+        Args:
+            names: this rank's. among: names that count, the same on all ranks.
+        """
+        flags = torch.tensor([name in names for name in among], dtype=torch.uint8)
+        if self.group is not None:
+            all_reduce(flags, ReduceOp.MAX, self.group)
+        return {name for name, flag in zip(among, flags.tolist(), strict=True) if flag}
+
+    def mean(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the mean over the ranks of values of one shape. All ranks get the same bits."""
+        if self.group is None:
+            return values
+        total = torch.from_numpy(values.copy())
+        all_reduce(total, ReduceOp.SUM, self.group)
+        mean: NDArray[np.float32] = total.numpy() / np.float32(self.group.size())
+        return mean
 
 
 class RunnerRows(Generic[Row]):

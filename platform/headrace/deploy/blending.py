@@ -14,8 +14,8 @@ from headrace_prefill.blending.finding.finder import Finder
 
 BYTES_PER_TOKEN = 6.4
 """Memory of the finder, with blocks of 128 tokens (`python -m benchmarks.blending.finding`)."""
-_SINGLE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Engine arguments that must be 1: a side pass runs in one worker."""
+_SINGLE = ("pipeline_parallel_size", "data_parallel_size")
+"""Engine arguments that must be 1: each worker computes rows through all layers."""
 
 
 @dataclass(frozen=True)

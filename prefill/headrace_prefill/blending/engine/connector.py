@@ -23,6 +23,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,7 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError('kv_transfer_config.kv_load_failure_policy: give "recompute"')
         self._step_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._block_tokens = vllm_config.cache_config.block_size
+        self._is_first_rank = vllm_config.parallel_config.rank == 0
         self._has_one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
@@ -222,7 +224,8 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
         self._rows, self._pass = rows, SelectiveRecompute(rows, self.scatter(rows))
 
     def no_rows(self, reason: str) -> None:
-        """Log why this engine cannot compute rows. vLLM then computes the requests itself."""
+        """Compute no rows, and log why. vLLM then computes the requests itself."""
+        self._rows = self._pass = None
         logger.warning("nothing is reused in this engine: %s", reason)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -232,12 +235,8 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
             self._blocks[begin.request_id] = begin.blocks[begin.start // self._block_tokens :]
             if self._pass is None:
                 self._unused.append(begin.request_id)
-                continue
-            try:
-                self._pass.start(self._request(begin))
-            except Exception:
-                logger.exception("%s is computed: its reuse could not begin", begin.request_id)
-                self._unused.append(begin.request_id)
+            else:
+                self._pass.start(begin.request_id, partial(self._request, begin))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         meta = self._get_connector_metadata()
@@ -265,7 +264,9 @@ class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         recompute_s, self._recompute_s = self._recompute_s, 0.0
-        return BlendingStats({"recompute_s": recompute_s}) if recompute_s else None
+        # vLLM adds up the ranks' statistics, but ranks recompute at the same time.
+        counts = recompute_s and self._is_first_rank
+        return BlendingStats({"recompute_s": recompute_s}) if counts else None
 
     @classmethod
     def build_kv_connector_stats(

@@ -34,7 +34,8 @@ class StoredRun:
 
     Attributes:
         payloads: uint64 [blocks], addresses of the blocks' payloads, which the caller has leased.
-        sums, seeds: uint64 [blocks, layers], stored checksums, and their initial values.
+        sums, seeds: uint64 [blocks, parts of all layers], stored checksums, and their initial
+            values. Parts are those of all tensor-parallel ranks.
         offset: position of the run's first token in the first block.
         length: in tokens.
         old, new: position of the first token in the prompt that was stored, and in this request.
@@ -100,9 +101,13 @@ class KvScatter:
         self.rope = rope
         self._kv, self._layout = kv, layout
         self._bytes = np.empty((len(kv.caches), layout.layer_bytes), np.uint8)
+        shard = layout.shard
+        parts = shard.first + np.arange(shard.count)
+        self._parts = np.add.outer(np.arange(len(kv.caches)) * shard.parts, parts).ravel()
+        """Where this cache's parts are among all parts of a block."""
 
     def place(self, piece: Piece, table: BlockTable) -> None:
-        """Copy one piece to the request's slots, in all layers.
+        """Copy one piece to the request's slots: this rank's heads of all layers.
 
         Raises:
             LostKV: the stored bytes are wrong; some layers may have been placed.
@@ -115,8 +120,8 @@ class KvScatter:
         )
         parts = np.arange(layout.shard.count, dtype=np.uint64) * np.uint64(layout.part_bytes)
         into, there = (np.add.outer(starts, parts).ravel() for starts in (mine, stored))
-        sums = copy_sum(into, there, layout.part_bytes, run.seeds[piece.block])
-        if (sums != run.sums[piece.block]).any():
+        seeds, wanted = (of[piece.block, self._parts] for of in (run.seeds, run.sums))
+        if (copy_sum(into, there, layout.part_bytes, seeds) != wanted).any():
             raise LostKV(f"block {piece.block} of a run of {run.length} tokens")
         positions = np.arange(piece.position, piece.position + piece.length)
         slots = torch.from_numpy(table.slots(positions)).to(self._kv.device)

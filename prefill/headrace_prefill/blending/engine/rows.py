@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headrace_engine.rope import Rope
 from headrace_engine.vllm.forward_pass import Decoder, ForwardContexts
+from headrace_engine.vllm.worker import RankGroup
 from headrace_prefill.blending.engine.paged import BlockTable, PagedKV
 
 Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
@@ -94,12 +95,20 @@ class RowEngine:
         kv: its cache.
         contexts: makes attention metadata.
         rope: of the model; also an attribute.
+        ranks: of the engine; also an attribute. All ranks compute the same rows at the same time:
+            the model's layers add up their parts.
     """
 
     def __init__(
-        self, decoder: Decoder, kv: PagedKV, contexts: ForwardContexts, rope: Rope
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        contexts: ForwardContexts,
+        rope: Rope,
+        ranks: RankGroup,
     ) -> None:
-        self.decoder, self.kv, self.rope, self._contexts = decoder, kv, rope, contexts
+        self.decoder, self.kv, self.rope, self.ranks = decoder, kv, rope, ranks
+        self._contexts = contexts
 
     @property
     def layers(self) -> int:

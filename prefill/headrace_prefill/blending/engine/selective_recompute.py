@@ -14,13 +14,25 @@ more than its budget of rows, whatever clients send:
 Rows of several requests are computed as one batch, oldest request first. A request can be cancelled
 between any two steps; the pass writes only to the request's own slots. The pass does not compute
 the prompt's last token: the engine computes that one and samples.
+
+With tensor parallelism, each rank has a pass of its own. The model's layers add up their parts over
+the ranks, so all ranks must compute the same rows in the same calls. What decides this is the same
+on all of them: requests, cancellations and budgets come from the scheduler, the probe's attention
+is averaged over the ranks before the choice, and work that one rank alone may fail at (reading
+stored blocks, a choice, memory) counts against the budget whether it fails or not. Before the first
+row that depends on such work, the ranks compare which requests have failed on any of them, and all
+drop these. A rank that is late is waited for. An error in the model's own layers ends the engine,
+as it does in vLLM's steps.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,57 +135,80 @@ class SelectiveRecompute:
     def __init__(self, engine: RowEngine, scatter: KvScatter) -> None:
         self._engine, self._scatter = engine, scatter
         self._passes: dict[str, _RequestProgress] = {}
+        self._names: dict[str, None] = {}
+        """Requests in order of their start, the same on all ranks. One that could not be started on
+        this rank has no entry in `_passes`, and leaves in the next step."""
+        self._errors: dict[str, Exception] = {}
+        """By request: its error on this rank, until the ranks have compared theirs."""
         self.rows_computed = 0
 
     def __len__(self) -> int:
-        return len(self._passes)
+        return len(self._names)
 
-    def start(self, request: RecomputeRequest) -> None:
-        """Begin with a request; `step` continues with it."""
-        self._passes[request.request_id] = _RequestProgress(
-            self._engine, self._scatter.rope, request
-        )
+    def start(self, request_id: str, make: Callable[[], RecomputeRequest]) -> None:
+        """Begin with a request; `step` continues with it.
+
+        Args:
+            make: returns the request. If it fails, the request fails on all ranks.
+        """
+        self._names[request_id] = None
+        with self._keeps_error(request_id):
+            self._passes[request_id] = _RequestProgress(self._engine, self._scatter.rope, make())
 
     def cancel(self, request_id: str) -> bool:
         """Stop working on a request; return False if it is not, or no longer, in the pass."""
-        return self._passes.pop(request_id, None) is not None
+        if request_id not in self._names:
+            return False
+        del self._names[request_id]
+        self._passes.pop(request_id, None)
+        self._errors.pop(request_id, None)
+        return True
 
     def step(self, budget_rows: int) -> Stepped:
-        """Continue with the oldest requests, within a budget of rows (at least one)."""
+        """Continue with the oldest requests, within a budget of rows (at least one).
+
+        All ranks call this with the same requests and the same budget."""
         stepped, left = Stepped(), max(1, budget_rows)
-        while left > 0 and self._passes:
-            parts: list[tuple[_RequestProgress, Rows]] = []
-            before = left
-            for name, each in list(self._passes.items()):
-                try:
-                    left -= each.place(self._scatter, left)
-                    rows = each.next_rows(left)
-                except Exception as error:
-                    self._fail(stepped, name, error)
-                    continue
-                if rows is not None:
-                    parts.append((each, rows))
-                    left -= each.cost_rows(rows)
-                if left <= 0:
-                    break
-            self._compute(parts, stepped)
-            for name in [name for name, each in self._passes.items() if each.done]:
+        while left > 0 and self._names:
+            self._drop_failed(stepped)
+            left -= self._compute(left)
+            left -= self._prepare(left)
+            for name in [name for name, each in self._passes.items() if each.is_done]:
                 stepped.finished.append(name)
-                del self._passes[name]
-            if left == before:
-                break
+                self.cancel(name)
         return stepped
 
-    def _fail(self, stepped: Stepped, name: str, error: Exception) -> None:
-        """Drop one request after an error, so that the engine computes its prompt; keep others."""
-        unforeseen = None if isinstance(error, LostKV) else error
-        logger.warning("%s is computed, not reused: %s", name, error, exc_info=unforeseen)
-        stepped.failed.append(name)
-        del self._passes[name]
+    @contextmanager
+    def _keeps_error(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._errors[name] = error
 
-    def _compute(self, parts: list[tuple[_RequestProgress, Rows]], stepped: Stepped) -> None:
-        if not parts:
+    def _drop_failed(self, stepped: Stepped) -> None:
+        """Drop requests that failed on any rank, so that the engine computes their prompts. All
+        others that are prepared may compute rows."""
+        unsure = [n for n in self._names if n not in self._passes or not self._passes[n].is_ready]
+        if not unsure:
             return
+        for name in self._engine.ranks.union(self._errors, unsure):
+            error = self._errors.get(name, LostKV("another rank could not use its stored KV"))
+            unforeseen = None if isinstance(error, LostKV) else error
+            logger.warning("%s is computed, not reused: %s", name, error, exc_info=unforeseen)
+            stepped.failed.append(name)
+            self.cancel(name)
+        for each in self._passes.values():
+            each.is_ready = each.is_prepared
+
+    def _compute(self, budget: int) -> int:
+        """Compute the next rows of requests that have some, and return their cost."""
+        left, parts = budget, list[tuple[_RequestProgress, Rows]]()
+        for each in self._passes.values():
+            if left > 0 and each.is_ready:
+                parts.append((each, each.next_rows(left)))
+                left -= each.cost_rows(parts[-1][1])
+        if not parts:
+            return 0
         ends = np.cumsum([len(rows.positions) for _, rows in parts])
         batch = np.concatenate([rows.positions for _, rows in parts])
 
@@ -199,54 +234,86 @@ class SelectiveRecompute:
         hidden = self._engine.compute([rows for _, rows in parts], watch, fresh)
         through = [int((rows.depths >= self._engine.layers).sum()) for _, rows in parts]
         for (each, rows), end in zip(parts, np.cumsum(through), strict=True):
-            try:
-                each.computed(len(rows.positions), hidden[:end])
-            except Exception as error:
-                self._fail(stepped, each.request.request_id, error)
+            each.on_computed(len(rows.positions), hidden[:end])
+        return budget - left
+
+    def _prepare(self, budget: int) -> int:
+        """Prepare the next rows of requests that have none, and return the cost."""
+        left = budget
+        for name, each in self._passes.items():
+            if left <= 0:
+                break
+            if each.is_prepared:
+                continue
+            pieces, cost = each.take_pieces(left)
+            left -= cost
+            with self._keeps_error(name):
+                for piece in pieces:
+                    self._scatter.place(piece, each.request.table)
+                each.prepare()
+        return budget - left
 
 
 class _RequestProgress:
-    """The state of one request in the pass."""
+    """The state of one request in the pass.
+
+    Attributes:
+        is_ready: whether all ranks have prepared its next rows, or its end.
+        probe: computed by the next rows; None if they are none of a probe.
+        correction: of runs, by the next rows; None if they are none of runs.
+    """
 
     def __init__(self, engine: RowEngine, rope: Rope, request: RecomputeRequest) -> None:
         self.request, self._engine, self._rope = request, engine, rope
         tokens = engine.kv.block_tokens
-        pieces = [piece for run in request.runs for piece in run.pieces(tokens)]
-        self._pieces: Iterator[Piece] = iter(pieces)
-        self._unplaced = len(pieces)
+        self._unplaced = [piece for run in request.runs for piece in run.pieces(tokens)]
         self.probe: Probe | None = None
         self.correction: RequestCorrection | None = None
         self._lead = request.lead() if request.last is not None else np.empty(0, np.int64)
-        self._leads = self._drafting = False
+        self._drafting = False
+        self._unprepared: Callable[[], None] | None = self._begin
+        """Work of this rank alone that comes before the next rows."""
         self._rows: Rows | None = None
+        """The next rows, once they are prepared; None if there are no more."""
         self._at = 0
-        self.done = False
+        self.is_ready = False
 
-    def place(self, scatter: KvScatter, budget_rows: int) -> int:
-        """Place pieces until they cost `budget_rows` rows, at least one; return their cost."""
-        used = 0.0
-        while self._unplaced and used < budget_rows:
-            piece = next(self._pieces)
-            scatter.place(piece, self.request.table)
-            self._unplaced -= 1
-            used += piece.length / PLACED_PER_ROW
-        return int(np.ceil(used))
+    @property
+    def is_prepared(self) -> bool:
+        """Whether this rank has prepared the next rows, or the request's end."""
+        return self._unprepared is None
 
-    def next_rows(self, most: int) -> Rows | None:
-        """Return the next rows; None while runs are being placed, or if none may be computed."""
-        if self._unplaced or most <= 0:
-            return None
-        if self._rows is None:
-            self._begin()
-        if self.done or self._rows is None:
-            return None
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.is_ready and self._rows is None
+
+    def take_pieces(self, budget_rows: int) -> tuple[list[Piece], int]:
+        """Return the next pieces to place, at least one if there are any, until they cost
+        `budget_rows` rows; and their cost."""
+        taken, cost = 0, 0.0
+        while taken < len(self._unplaced) and cost < budget_rows:
+            cost += self._unplaced[taken].length / PLACED_PER_ROW
+            taken += 1
+        pieces, self._unplaced = self._unplaced[:taken], self._unplaced[taken:]
+        return pieces, math.ceil(cost)
+
+    def prepare(self) -> None:
+        """Prepare the next rows, once all pieces are placed."""
+        if self._unprepared is not None and not self._unplaced:
+            self._unprepared()
+            self._unprepared = None
+
+    def next_rows(self, most: int) -> Rows:
+        """Return the next rows, `most` at most."""
+        assert self._rows is not None
         return self._rows.part(slice(self._at, self._at + most))
 
     def cost_rows(self, rows: Rows) -> int:
         """Return the cost of computing these rows, in rows of a batch."""
         return DRAFTED_AS_ROWS if self._drafting else len(rows.positions)
 
-    def computed(self, rows: int, hidden: Tensor) -> None:
+    def on_computed(self, rows: int, hidden: Tensor) -> None:
         """Record that `rows` of the rows were computed. The last row of `hidden` is the last of
         them that went through all layers."""
         self._at += rows
@@ -256,13 +323,16 @@ class _RequestProgress:
             self.probe.draft(self._engine.likeliest(hidden[-1:]))
             self._rows, self._at, self._drafting = self.probe.rows, 0, True
         elif self.probe is not None:
-            self._drafting = False
-            mass, self.probe = self.probe.finish(), None
-            self._choose(mass)
-        elif self._leads:
-            self._begin_probe()
+            mass = self._engine.ranks.mean(self.probe.finish())
+            self.probe, self._drafting = None, False
+            self._prepare_next(partial(self._choose, mass))
+        elif self.correction is None:
+            self._prepare_next(self._begin_probe)
         else:
-            self.done = True
+            self._rows = None
+
+    def _prepare_next(self, work: Callable[[], None]) -> None:
+        self._rows, self._unprepared, self.is_ready = None, work, False
 
     def _begin(self) -> None:
         request = self.request
@@ -271,12 +341,12 @@ class _RequestProgress:
         elif len(self._lead):
             depths = np.full(len(self._lead), self._engine.layers)
             ids = request.token_ids[self._lead]
-            self._rows, self._leads = Rows(request.table, self._lead, ids, depths), True
+            self._rows, self._at = Rows(request.table, self._lead, ids, depths), 0
         else:
             self._begin_probe()
 
     def _begin_probe(self) -> None:
-        request, self._leads = self.request, False
+        request = self.request
         assert request.last is not None
         there = request.covered()
         there[self._lead] = True
@@ -295,5 +365,7 @@ class _RequestProgress:
         kv = self._engine.kv
         self.correction = RequestCorrection(kv, self._rope, request.table, request.runs, depths)
         positions = np.flatnonzero(depths)
-        self._rows = Rows(request.table, positions, request.token_ids[positions], depths[positions])
-        self._at, self.done = 0, not len(positions)
+        if len(positions):
+            ids = request.token_ids[positions]
+            self._rows = Rows(request.table, positions, ids, depths[positions])
+            self._at = 0

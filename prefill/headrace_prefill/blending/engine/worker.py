@@ -8,15 +8,19 @@ MultiConnector. Engines in which rows cannot be computed start as usual: their c
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headrace_engine.extensions.extension import WorkerPart
-from headrace_engine.vllm.worker import worker_connectors
+from headrace_engine.vllm.worker import RankGroup, worker_connectors
 
 if TYPE_CHECKING:
     from headrace_prefill.blending.engine.rows import RowEngine
 
 logger = logging.getLogger("headrace.blending")
+
+BLENDING = "blending"
+"""The technique's name among those that an engine cannot do."""
 
 
 class BlendingWorkerPart(WorkerPart):
@@ -27,20 +31,29 @@ class BlendingWorkerPart(WorkerPart):
         self._unsupported: str | None = None
 
     def after_kv_cache(self, kv_cache_config: Any) -> None:
-        """Bind the connectors that need the model."""
+        """Bind the connectors that need the model, if rows can be computed on all ranks."""
+        self._unsupported = None
         for connector in (each for each in worker_connectors() if hasattr(each, "bind_rows")):
-            try:
+
+            def bind(connector: Any = connector) -> None:
                 connector.bind_rows(row_engine(self._worker, kv_cache_config))
-                self._unsupported = None
-            except Exception as error:
-                why = str(error) if isinstance(error, ValueError) else repr(error)
-                logger.debug("rows cannot be computed", exc_info=True)
-                self._unsupported = why
-                connector.no_rows(why)
+
+            if not self._succeeds(bind):
+                connector.no_rows(self._unsupported or "another rank cannot recompute rows")
+
+    def _succeeds(self, task: Callable[[], None]) -> bool:
+        """Do a task; return whether it succeeds on all ranks."""
+        try:
+            task()
+        except Exception as error:
+            logger.debug("rows cannot be computed", exc_info=True)
+            self._unsupported = str(error) if isinstance(error, ValueError) else repr(error)
+        mine = {BLENDING} if self._unsupported else set()
+        return not RankGroup.of_engine().union(mine, [BLENDING])
 
     def unsupported(self) -> dict[str, str]:
         """Implement `WorkerPart.unsupported`."""
-        return {} if self._unsupported is None else {"blending": self._unsupported}
+        return {} if self._unsupported is None else {BLENDING: self._unsupported}
 
 
 def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
@@ -68,4 +81,4 @@ def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
     caches, order, block_tokens = kv_caches(decoder, kv_cache_config)
     kv = PagedKV(caches, order, block_tokens)
     contexts = ForwardContexts(worker.vllm_config, kv_cache_config, decoder, kv.kernel_tokens)
-    return RowEngine(decoder, kv, contexts, rope)
+    return RowEngine(decoder, kv, contexts, rope, RankGroup.of_engine())
