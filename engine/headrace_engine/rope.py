@@ -1,9 +1,10 @@
 """Moves keys from one position to another: K' = R(p_new - p_old) K.
 
-A rotary embedding turns each pair (j, j + D/2) of a key (the NeoX order) by position * w_j. Turning
-by a difference of positions is exact as long as w_j depends on neither position nor length, so
-`Rope.of` refuses scalings for which it does. Whether a model pairs channels in this order is not
-in its configuration: `rotary` reads it from the loaded model. Keys are turned in fp32, from the
+A rotary embedding turns pair j of a key's channels by position * w_j: channels (j, j + D/2), or
+(2j, 2j + 1) if pairs are interleaved. Turning by a difference of positions is exact as long as w_j
+depends on neither position nor length, so `Rope.of` refuses scalings for which it does. The order
+of a model's pairs is not in its configuration: `headrace_engine.vllm.rotary_embedding` reads it
+from the loaded model. Keys are turned in fp32, from the
 stored original: a key that was turned and rounded is never turned again. Values carry no position.
 Source: RoFormer (arXiv 2104.09864), section 3.2.2; Llama 3's scaling as in `transformers`.
 """
@@ -34,19 +35,21 @@ class Rope:
 
     Attributes:
         speeds: w_j, fp64 [head_dim / 2], radians a position.
+        is_interleaved: whether pairs are channels (2j, 2j + 1), not (j, j + half).
     """
 
     speeds: Tensor
+    is_interleaved: bool = False
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> Rope:
+    def of(config: Mapping[str, Any], is_interleaved: bool = False) -> Rope:
         """Read the embedding in a model's `config.json`.
 
         Raises:
             RopeError: the embedding is of a kind whose keys cannot be moved exactly.
         """
         try:
-            rope = Rope(_speeds(config))
+            rope = Rope(_speeds(config), is_interleaved)
         except RopeError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -67,7 +70,7 @@ class Rope:
         Returns:
             The moved keys, in the shape and dtype of `keys`.
         """
-        return turn(keys, self.turns(difference, keys.device))
+        return self.turn(keys, self.turns(difference, keys.device))
 
     def turns(self, difference: int | Tensor, device: torch.device | None = None) -> Turns:
         """Return the cosines and sines by which `turn` moves keys; `difference` as in `shift`."""
@@ -75,14 +78,13 @@ class Rope:
         angles = by.reshape(-1, 1, 1) * self.speeds.to(by.device)
         return angles.cos().float(), angles.sin().float()
 
-
-def turn(keys: Tensor, turns: Turns) -> Tensor:
-    """Move keys as `Rope.shift` does, with `Rope.turns` that are used several times."""
-    cos, sin = turns
-    half = keys.shape[-1] // 2
-    first, second = keys[..., :half].float(), keys[..., half:].float()
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.to(keys.dtype)
+    def turn(self, keys: Tensor, turns: Turns) -> Tensor:
+        """Move keys as `shift` does, with `turns` that are used several times."""
+        cos, sin = turns
+        pairs, at = ((-1, 2), -1) if self.is_interleaved else ((2, -1), -2)
+        first, second = keys.float().unflatten(-1, pairs).unbind(at)
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], at)
+        return turned.flatten(-2).to(keys.dtype)
 
 
 def _speeds(config: Mapping[str, Any]) -> Tensor:

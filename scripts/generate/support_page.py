@@ -50,7 +50,7 @@ GROUNDS = """
 | tiers | `peer`: DRAM of another node. NVMe and objects hold the same bytes, which a load verifies (`tests/integration/test_kv_far_tiers_engine.py`) |
 | resume | `resume after kill` |
 | drafting | `drafting`, with Headrace's retrieval memory |
-| blending, sparse, compression | the engine's own checks with all techniques on. Tests of the techniques use Llamas: `tests/integration/test_blending_engine.py`, `test_sparse_engine.py`, `test_compression_engine.py` |
+| blending, sparse, compression | the engine's own checks with all techniques on. Tests of the techniques use Llamas: `tests/integration/test_blending_engine.py`, `test_sparse_engine.py`, `test_compression_engine.py`. Blending is also tested with Qwen3-MoE, Mixtral and ERNIE 4.5: `test_blending_families_engine.py` |
 | LoRA | vLLM's class takes adapters. Prompts with an adapter are prefilled by the decode replica, and their blocks are named by the adapter's content (`tests/unit/test_kv_adapters.py`). Blending is refused with `enable_lora` |
 | TP | heads are divided over ranks (`tests/integration/test_kv_ranks_engine.py`, with a Llama). [Compression](#techniques) is refused: {tp} |
 | 8-bit KV | blocks are moved and kept as the engine has them, and its dtype is part of their identity (`tests/unit/test_kv_identity.py`). Techniques are refused: {quantised} |

@@ -15,13 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    Ernie4_5Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen3MoeConfig,
-)
+from transformers import Gemma3TextConfig, GemmaConfig, GraniteConfig, LlamaConfig
 
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from tests.support.connectors import beside, blending_connector, store_connector
@@ -56,9 +50,6 @@ LONGROPE = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 MODELS: dict[str, Callable[[], Any]] = {
-    "ernie": lambda: Ernie4_5Config(
-        **SIZES, rope_parameters=PLAIN, architectures=["Ernie4_5ForCausalLM"]
-    ),
     "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN, architectures=[LLAMA]),
     "longrope": lambda: LlamaConfig(**SIZES, rope_parameters=LONGROPE, architectures=[LLAMA]),
     "gemma3": lambda: Gemma3TextConfig(
@@ -67,20 +58,11 @@ MODELS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
         architectures=["Gemma3ForCausalLM"],
     ),
-    "mixtral": lambda: MixtralConfig(
-        **SIZES,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        rope_parameters=PLAIN,
-        architectures=["MixtralForCausalLM"],
+    "gemma": lambda: GemmaConfig(
+        **SIZES, rope_parameters=PLAIN, architectures=["GemmaForCausalLM"]
     ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZES,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        rope_parameters=PLAIN,
-        architectures=["Qwen3MoeForCausalLM"],
+    "granite": lambda: GraniteConfig(
+        **SIZES, rope_parameters=PLAIN, architectures=["GraniteForCausalLM"]
     ),
 }
 

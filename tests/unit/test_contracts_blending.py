@@ -10,41 +10,53 @@ import inspect
 import pytest
 from torch import nn
 
-from headrace_engine.vllm.forward_pass import DECODERS, Unsupported, find_decoder
+from headrace_engine.vllm.forward_pass import Unsupported, find_decoder
 from tests.support.contracts import assert_fields, assert_takes, find
 
 COMPAT = "engine/headrace_engine/vllm/forward_pass.py"
 WORKER = "prefill/headrace_prefill/blending/engine/worker.py"
 CONNECTOR = "prefill/headrace_prefill/blending/engine/connector.py"
-MODELS = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
+MODELS = ["llama:Llama", "mixtral:Mixtral", "qwen2:Qwen2", "qwen3:Qwen3", "qwen3_moe:Qwen3Moe"]
 
 
-@pytest.mark.parametrize("name", sorted(DECODERS))
-def test_a_known_model_embeds_runs_its_layers_and_norms(name: str) -> None:
-    inner = find(f"vllm.model_executor.models.{MODELS[name]}:{name}", COMPAT)
-    forward = inspect.getsource(inner.forward)
-    for part in (
-        "hidden_states = self.embed_input_ids(input_ids)",
-        "residual = None",
-        "hidden_states, residual = layer(",
-        "self.norm(hidden_states, residual)",
-    ):
-        assert part in forward, f"{name}.forward has changed: mend {COMPAT}"
-    for scaled in ("normalizer", "multiplier", "scale_emb"):
-        assert scaled not in forward, f"{name} scales: mend {COMPAT}"
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_parts_and_runs_as_a_whole(name: str) -> None:
+    path = f"vllm.model_executor.models.{name}ForCausalLM"
+    forward = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
+    assert_takes(f"{path}.forward", COMPAT, *forward)
+    assert_takes(f"{path}.compute_logits", COMPAT, "hidden_states")
+    find(f"vllm.model_executor.models.{name}Model.embed_input_ids", COMPAT)
 
 
-@pytest.mark.parametrize("name", sorted(DECODERS))
-def test_a_known_model_turns_normed_rows_into_logits(name: str) -> None:
-    whole = name.replace("Model", "ForCausalLM")
-    path = f"vllm.model_executor.models.{MODELS[name]}:{whole}.compute_logits"
-    assert_takes(path, COMPAT, "hidden_states")
+def test_all_ranks_get_the_logits_of_the_whole_vocabulary() -> None:
+    platform = find("vllm.platforms:current_platform", COMPAT)
+    assert platform.use_all_gather()
+    gather = "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits"
+    assert "tensor_model_parallel_all_gather" in inspect.getsource(find(gather, COMPAT))
+
+
+def test_experts_are_found_by_name_and_not_by_their_number_in_a_forward_pass() -> None:
+    """Rows enter a forward context for each layer."""
+    assert find("vllm.utils.torch_utils:_USE_LAYERNAME", COMPAT)
+    runner = "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._encode_layer_name"
+    assert "if _USE_LAYERNAME:\n            return LayerName(self.layer_name)" in inspect.getsource(
+        find(runner, COMPAT)
+    )
+
+
+def test_engines_say_whether_steps_count_experts() -> None:
+    assert_fields("vllm.config:ParallelConfig", COMPAT, "enable_eplb")
+    assert_fields("vllm.config.aux_output:AuxOutputConfig", COMPAT, "enable_return_routed_experts")
+    find("vllm.config.aux_output:AuxOutputConfig.enabled", COMPAT)
+    assert_fields("vllm.config:VllmConfig", COMPAT, "aux_output_config")
 
 
 def test_another_model_is_refused_by_name() -> None:
     model = nn.Module()
     model.model = nn.Linear(1, 1)
-    with pytest.raises(Unsupported, match=r"Module \(Linear\) cannot be recomputed"):
+    with pytest.raises(
+        Unsupported, match=r"Module \(Linear\) cannot be recomputed: it has no embed_"
+    ):
         find_decoder(model)
 
 

@@ -54,8 +54,24 @@ def test_a_model_that_turns_whole_keys_in_halves_is_known(
     assert len(rope.speeds) == DIM // 2
 
 
-def test_interleaved_pairs_are_refused_by_name() -> None:
-    with pytest.raises(RopeError, match=r"layers\.1 \(RotaryEmbedding\) turns channels 2j"):
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("difference", [1, 700, -150])
+def test_keys_are_moved_as_the_model_turns_its_pairs(neox: bool, difference: int) -> None:
+    layer = Layer(is_neox_style=neox)
+    rope, old = checked(layer), torch.arange(200, 205)
+    assert rope.is_interleaved is not neox
+    keys = torch.randn(5, 2 * DIM, generator=torch.Generator().manual_seed(1))
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        turned: torch.Tensor = layer.rotary_emb.forward_native(positions, keys, keys)[1]
+        return turned.view(5, 2, DIM)
+
+    moved = rope.shift(at(old), difference)
+    torch.testing.assert_close(moved, at(old + difference), atol=2e-4, rtol=0)
+
+
+def test_layers_that_pair_channels_otherwise_are_refused_by_name() -> None:
+    with pytest.raises(RopeError, match=r"layers\.0 \(RotaryEmbedding\) pairs .* another layer"):
         checked(Layer(), Layer(is_neox_style=False))
 
 
@@ -63,8 +79,7 @@ def test_a_style_that_a_model_sets_later_is_what_counts() -> None:
     layer = Layer()
     layer.rotary_emb.is_neox_style = False
     try:
-        with pytest.raises(RopeError, match="turns channels 2j"):
-            checked(layer)
+        assert checked(layer).is_interleaved
     finally:  # vLLM shares the module between layers of the same parameters
         layer.rotary_emb.is_neox_style = True
 
@@ -104,7 +119,7 @@ def test_an_embedding_that_tells_nothing_is_refused() -> None:
     layer = Layer()
     layer.rotary_emb = nn.Module()
     layer.rotary_emb.rotary_dim = DIM
-    with pytest.raises(RopeError, match="turns channels 2j"):
+    with pytest.raises(RopeError, match="does not say which channels"):
         checked(layer)
     layer.rotary_emb.is_neox_style = True
     with pytest.raises(RopeError, match="not known"):

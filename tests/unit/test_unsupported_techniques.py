@@ -101,15 +101,20 @@ def bound(
     connector: Wants,
     rows: Any,
     ranks: RankGroup,
+    check: Any = lambda *_: None,
 ) -> dict[str, str]:
     """What a worker with this connector cannot do once it has a KV cache."""
-    from headrace_prefill.blending.engine import worker
+    from headrace_prefill.blending.engine import row_check, worker
 
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
+    monkeypatch.setattr(row_check, "check_rows", check)
     monkeypatch.setattr(worker, "worker_connectors", lambda: [object(), connector])
     monkeypatch.setattr(worker, "row_engine", rows)
     monkeypatch.setattr(RankGroup, "of_engine", staticmethod(lambda: ranks))
 
     class Plain:
+        vllm_config = config
+
         def initialize_from_config(self, config: Any) -> None: ...
 
     class Mine(WorkerWithExtensions, Plain): ...
@@ -131,6 +136,17 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
 
     told = bound(monkeypatch, connector, rows, RankGroup())
     assert str(error) in told["blending"] and connector.why == told["blending"]
+
+
+def test_rows_that_are_not_the_models_own_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = Wants()
+    connector.bind_rows = lambda rows: None  # type: ignore[method-assign]
+
+    def check(*_: Any) -> None:
+        raise ValueError("it scales embeddings")
+
+    told = bound(monkeypatch, connector, lambda *_: None, RankGroup(), check)
+    assert told == {"blending": "it scales embeddings"} and connector.why == told["blending"]
 
 
 def test_no_rank_computes_rows_if_one_of_them_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

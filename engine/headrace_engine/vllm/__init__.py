@@ -13,7 +13,7 @@ modules that may be imported elsewhere.
     engine                   start of an engine; its statistics, KV events and progress
     engine_outputs           outputs of the engine core, made from given tokens
     executor                 a CPU engine's worker in the engine's own process
-    forward_pass             parts of a Llama-shaped model, and the contexts in which rows run
+    forward_pass             parts of a decoder, and the contexts in which rows run
     kv_cache                 layout, specs and block hashes; facts on which KV depends
     llm                      the frontend (`AsyncLLM`), its requests and its renderers
     model_layers             layers of which model classes are built

@@ -1,4 +1,4 @@
-"""The parts of a Llama-shaped model of vLLM, to compute rows of prompts outside of vLLM's steps.
+"""The parts of a decoder of vLLM, to compute rows of prompts outside of vLLM's steps.
 
 `tests/unit/test_contracts_blending.py` pins what is used here.
 """
@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -27,11 +28,6 @@ from headrace_engine.vllm.attention.layers import (
     unsupported_layers,
     unsupported_model,
 )
-
-DECODERS = frozenset({"LlamaModel", "Qwen2Model", "Qwen3Model"})
-"""Model classes of vLLM whose forward pass is: embedding, each layer as
-`layer(positions, hidden, residual)`, norm. Read a class before adding it: others with the same
-signature scale their embeddings."""
 
 
 class Unsupported(ValueError):
@@ -43,45 +39,66 @@ class Decoder:
     """The parts of a model with which rows are computed.
 
     Attributes:
+        name: of the model's classes, for people.
         embed: token ids [n] -> hidden [n, width].
         layers: in order; each `layer(positions, hidden, residual) -> hidden, residual`.
         attention: each layer's attention module of vLLM.
         norm: (hidden, residual) -> (hidden, _), after the last layer.
+        forward: (token ids, positions) -> the output of `norm`, by the model's own forward pass.
         logits: the output of `norm` -> [n, vocabulary].
     """
 
+    name: str
     embed: Any
     layers: list[nn.Module]
     attention: list[Any]
     norm: Any
+    forward: Callable[[Tensor, Tensor], Tensor]
     logits: Any
 
 
 def find_decoder(model: nn.Module) -> Decoder:
-    """Return the parts of a model.
+    """Return the parts of a model. They need not add up to its forward pass: some models do more
+    between them, such as scaling embeddings.
 
     Raises:
-        Unsupported: it is not a Llama-shaped decoder.
+        Unsupported: it has other parts.
     """
-    inner = getattr(model, "model", None)
-    if type(inner).__name__ not in DECODERS:
-        raise Unsupported(
-            f"rows of {type(model).__name__} ({type(inner).__name__}) cannot be recomputed: known "
-            f"are {', '.join(sorted(DECODERS))}"
-        )
-    assert inner is not None
-    layers = list(inner.layers)
-    for layer in layers:
-        taken = list(inspect.signature(layer.forward).parameters)
-        if taken[:3] != ["positions", "hidden_states", "residual"]:
-            raise Unsupported(f"{type(layer).__name__}.forward takes {taken}")
-    attention = [layer.self_attn.attn for layer in layers]
-    for module in attention:
-        if not isinstance(module, Attention):
-            raise Unsupported(f"{type(module).__name__} is no causal attention of vLLM's")
+    inner: Any = getattr(model, "model", None)
+    name = f"{type(model).__name__} ({type(inner).__name__})"
+    missing = [part for part in ("embed_input_ids", "layers", "norm") if not hasattr(inner, part)]
+    if missing:
+        raise Unsupported(f"rows of {name} cannot be recomputed: it has no {missing[0]}")
+    layers: list[nn.Module] = list(inner.layers)
+    attention = [_attention(layer) for layer in layers]
     if (why := unsupported_layers(attention)) is not None:
         raise Unsupported(why)
-    return Decoder(inner.embed_input_ids, layers, attention, inner.norm, model.compute_logits)
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        output = model(ids, positions, intermediate_tensors=None, inputs_embeds=None)
+        # Engines with some drafters get hidden states of layers in addition.
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    parts = inner.embed_input_ids, layers, attention, inner.norm
+    return Decoder(name, *parts, forward, model.compute_logits)
+
+
+def _attention(layer: nn.Module) -> Any:
+    """Return a layer's attention module.
+
+    Raises:
+        Unsupported: the layer is called in another way, or has none or several.
+    """
+    kind, taken = type(layer).__name__, list(inspect.signature(layer.forward).parameters)
+    if taken[:3] != ["positions", "hidden_states", "residual"]:
+        raise Unsupported(f"{kind}.forward takes {taken}")
+    found = [module for module in layer.modules() if isinstance(module, AttentionLayerBase)]
+    if len(found) != 1:
+        raise Unsupported(f"{kind} has {len(found)} attention modules")
+    if not isinstance(found[0], Attention):
+        raise Unsupported(f"{type(found[0]).__name__} is no causal attention of vLLM's")
+    return found[0]
 
 
 def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -92,6 +109,10 @@ def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         why = "data_parallel_size is above 1"
     elif config.lora_config is not None:
         why = "the engine has LoRA adapters"
+    elif config.parallel_config.enable_eplb:
+        why = "experts are moved by the load of the engine's steps (enable_eplb)"
+    elif config.aux_output_config.enabled:
+        why = "the engine returns the experts of its steps (enable_return_routed_experts)"
     if (why := why or unsupported_kv_cache(kv_cache_config)) is not None:
         raise Unsupported(why)
 
@@ -178,15 +199,21 @@ class ForwardContexts:
         # fast_build makes no schedule ahead of time: its buffer fits the engine's requests only.
         return self._builder.build(0, common, fast_build=True)
 
-    @contextmanager
-    def layer(self, number: int, metadata: Any, slots: Tensor) -> Iterator[None]:
-        """Enter the forward context in which one layer computes these rows."""
-        name = self._names[number]
-        with set_forward_context(
-            {name: metadata},
+    def layer(self, number: int, metadata: Any, slots: Tensor) -> AbstractContextManager[None]:
+        """Return the forward context in which one layer computes these rows."""
+        return self._context(self._names[number : number + 1], metadata, slots)
+
+    def all_layers(self, metadata: Any, slots: Tensor) -> AbstractContextManager[None]:
+        """Return the forward context in which the whole model computes these rows."""
+        return self._context(self._names, metadata, slots)
+
+    def _context(
+        self, names: Sequence[str], metadata: Any, slots: Tensor
+    ) -> AbstractContextManager[None]:
+        return set_forward_context(
+            dict.fromkeys(names, metadata),
             self._config,
             num_tokens=len(slots),
-            slot_mapping={name: slots},
+            slot_mapping=dict.fromkeys(names, slots),
             skip_compiled=True,
-        ):
-            yield
+        )

@@ -32,7 +32,9 @@ def rope_of_model(
     Raises:
         RopeError: its keys cannot be moved exactly; the text says why.
     """
-    rope = Rope.of(config)
+    rotary = [module for module in model.modules() if hasattr(module, "rotary_dim")]
+    halves = all(getattr(module, "is_neox_style", True) for module in rotary)
+    rope = Rope.of(config, is_interleaved=not halves)
     check_rotary(rope, model, attention)
     return rope
 
@@ -67,8 +69,12 @@ def check_rotary(rope: Rope, model: nn.Module, attention: Collection[nn.Module])
 
 def _check(rope: Rope, name: str, rotary: Any) -> None:
     kind = f"{name} ({type(rotary).__name__})"
-    if not getattr(rotary, "is_neox_style", False):
-        raise RopeError(f"{kind} turns channels 2j and 2j + 1: known is j and j + half")
+    by_halves = getattr(rotary, "is_neox_style", None)
+    if not isinstance(by_halves, bool):
+        raise RopeError(f"{kind} does not say which channels are pairs")
+    if by_halves is rope.is_interleaved:
+        mine, others = ("j + half", "2j + 1") if by_halves else ("2j + 1", "j + half")
+        raise RopeError(f"{kind} pairs channels with {mine}, another layer with {others}")
     turned, table = getattr(rotary, "rotary_dim", None), getattr(rotary, "cos_sin_cache", None)
     whole = 2 * len(rope.speeds)
     if turned != whole or getattr(rotary, "head_size", turned) != turned:

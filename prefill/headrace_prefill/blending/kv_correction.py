@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_engine.rope import Rope, turn
+from headrace_engine.rope import Rope
 
 PRIOR_ROWS = 8
 """Number of imaginary tokens without drift that are counted with a run's computed tokens."""
@@ -39,7 +39,7 @@ class KvCorrection:
     def __init__(
         self, rope: Rope, layers: int, kv_heads: int, head_dim: int, first: int, depths: Tensor
     ) -> None:
-        self._depths = depths[:, None, None]
+        self._rope, self._depths = rope, depths[:, None, None]
         self._cos, self._sin = rope.turns(first + torch.arange(len(depths)), depths.device)
         shape = layers, 2 * kv_heads, head_dim
         self._sums, self._given = (torch.zeros(shape, device=depths.device) for _ in range(2))
@@ -59,7 +59,9 @@ class KvCorrection:
             The amounts to add to K (rotated) and to V, in addition to those that earlier calls
             returned: fp32 [length, kv_heads, head_dim], 0 for tokens that the layer computes.
         """
-        both = torch.cat([turn(keys, (self._cos[tokens], -self._sin[tokens])), values], 1)
+        both = torch.cat(
+            [self._rope.turn(keys, (self._cos[tokens], -self._sin[tokens])), values], 1
+        )
         weights = both.norm(dim=-1, keepdim=True).clamp(min=MIN_NORM).reciprocal()
         self._sums[layer] += (both * weights).sum(0)
         self._weights[layer] += weights.sum(0)
@@ -69,4 +71,5 @@ class KvCorrection:
         by_key, by_value = (found - self._given[layer]).chunk(2)
         self._given[layer] = found
         left = self._depths <= layer
-        return turn(by_key[None], (self._cos * left, self._sin * left)), by_value * left
+        turns = self._cos * left, self._sin * left
+        return self._rope.turn(by_key[None], turns), by_value * left

@@ -121,6 +121,24 @@ class RowEngine:
         return int(self.decoder.logits(row)[-1].argmax())
 
     @torch.inference_mode()
+    def compute_whole(self, rows: Rows, positions: NDArray[np.int64]) -> Tensor:
+        """Compute rows as if in a step of vLLM's: by the model's own forward pass.
+
+        Args:
+            rows: of which all layers compute all.
+            positions: int64 [n], by which the model turns queries and keys.
+
+        Returns:
+            [n, width]: the input of the model's head.
+        """
+        batch = _batch([rows])
+        slots = self._on_device(batch.slots)
+        tables = [self.kv.kernel_blocks(rows.table)]
+        metadata = self._metadata(batch, np.arange(len(positions)), tables, slots)
+        with self._contexts.all_layers(metadata, slots):
+            return self.decoder.forward(self._on_device(rows.token_ids), self._on_device(positions))
+
+    @torch.inference_mode()
     def compute(
         self, parts: Sequence[Rows], watch: Watch | None = None, fresh: Fresh | None = None
     ) -> Tensor:

@@ -32,13 +32,21 @@ class BlendingWorkerPart(WorkerPart):
 
     def after_kv_cache(self, kv_cache_config: Any) -> None:
         """Bind the connectors that need the model, if rows can be computed on all ranks."""
+        from headrace_prefill.blending.engine.row_check import check_rows
+
         self._unsupported = None
         for connector in (each for each in worker_connectors() if hasattr(each, "bind_rows")):
+            made: list[RowEngine] = []
 
-            def bind(connector: Any = connector) -> None:
-                connector.bind_rows(row_engine(self._worker, kv_cache_config))
+            def bind(connector: Any = connector, made: list[RowEngine] = made) -> None:
+                made.append(row_engine(self._worker, kv_cache_config))
+                connector.bind_rows(made[0])
 
-            if not self._succeeds(bind):
+            def check(made: list[RowEngine] = made) -> None:
+                check_rows(made[0], self._worker.vllm_config.model_config.max_model_len)
+
+            # The check computes rows on all ranks together, so it begins if all are bound.
+            if not (self._succeeds(bind) and self._succeeds(check)):
                 connector.no_rows(self._unsupported or "another rank cannot recompute rows")
 
     def _succeeds(self, task: Callable[[], None]) -> bool:
