@@ -4,9 +4,9 @@ A rotary embedding turns pair j of a key's channels by position * w_j: channels 
 (2j, 2j + 1) if pairs are interleaved. Turning by a difference of positions is exact as long as w_j
 depends on neither position nor length, so `Rope.of` refuses scalings for which it does. The order
 of a model's pairs is not in its configuration: `headrace_engine.vllm.rotary_embedding` reads it
-from the loaded model. Keys are turned in fp32, from the
-stored original: a key that was turned and rounded is never turned again. Values carry no position.
-Source: RoFormer (arXiv 2104.09864), section 3.2.2; Llama 3's scaling as in `transformers`.
+from the loaded model. Keys are turned in fp32, from the stored original: a key that was turned and
+rounded is never turned again. Values carry no position. Source: RoFormer (arXiv 2104.09864),
+section 3.2.2; Llama 3's scaling as in `transformers`.
 """
 
 from __future__ import annotations

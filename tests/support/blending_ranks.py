@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_engine.kv_views import KvOrder
+from headrace_engine.rank_group import RankGroup
 from headrace_engine.rope import Rope
-from headrace_engine.vllm.worker import RankGroup
 from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_kvstore.blocks.checksum import copy_sum
 from headrace_kvstore.blocks.sharding import HeadSharding
@@ -149,6 +149,8 @@ class Rank:
 
     def __init__(self, number: int, meeting: Meeting) -> None:
         self.number = number
+        self._documents: list[Document] = []
+        """Whose memory requests read."""
         self.model = Model(number, Threads(number, meeting))
         caches = {f"layers.{n}": cache for n, cache in enumerate(self.model.kv.caches)}
         shard = HeadSharding(RANKS, RANKS).shard(number)
@@ -165,12 +167,15 @@ class Rank:
         blocks: Sequence[int],
         choose: Callable[[Any], Any],
         last: int | None = None,
+        outside: bool = True,
     ) -> None:
-        """Start a prompt of five tokens, the document, and eight tokens."""
-        tokens = np.arange(5 + document.tokens + 8)
+        """Start a prompt of five tokens, the document, and eight tokens; without `outside`, the
+        five have KV, and the eight are missing."""
+        self._documents.append(document)
+        tokens = np.arange(5 + document.tokens + (8 if outside else 0))
         table = BlockTable(np.array(blocks), TOKENS)
         request = RecomputeRequest(
-            *(name, tokens, table, 0, [document.at(5)], choose),
+            *(name, tokens, table, 0 if outside else 5, [document.at(5)], choose),
             *(last, None if last is None else 9),
         )
         self.recompute.start(name, lambda: request)

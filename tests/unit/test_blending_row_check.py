@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace_engine.kv_views import KvOrder
+from headrace_engine.rank_group import RankGroup
 from headrace_engine.rope import Rope
 from headrace_engine.vllm.forward_pass import Decoder, Unsupported
-from headrace_engine.vllm.worker import RankGroup
 from headrace_prefill.blending.engine.paged import PagedKV
 from headrace_prefill.blending.engine.row_check import check_rows
 from headrace_prefill.blending.engine.rows import RowEngine

@@ -14,6 +14,7 @@ from headrace_engine.vllm.forward_pass import Unsupported, find_decoder
 from tests.support.contracts import assert_fields, assert_takes, find
 
 COMPAT = "engine/headrace_engine/vllm/forward_pass.py"
+WORKERS = "engine/headrace_engine/vllm/worker.py"
 WORKER = "prefill/headrace_prefill/blending/engine/worker.py"
 CONNECTOR = "prefill/headrace_prefill/blending/engine/connector.py"
 MODELS = ["llama:Llama", "mixtral:Mixtral", "qwen2:Qwen2", "qwen3:Qwen3", "qwen3_moe:Qwen3Moe"]
@@ -33,6 +34,12 @@ def test_all_ranks_get_the_logits_of_the_whole_vocabulary() -> None:
     assert platform.use_all_gather()
     gather = "vllm.model_executor.layers.logits_processor:LogitsProcessor._gather_logits"
     assert "tensor_model_parallel_all_gather" in inspect.getsource(find(gather, COMPAT))
+
+
+def test_ranks_compare_values_in_host_memory() -> None:
+    group = find("vllm.distributed.parallel_state:GroupCoordinator", COMPAT)
+    source = inspect.getsource(group.__init__)
+    assert "self.cpu_group" in source and "self.world_size" in source, f"mend {WORKERS}"
 
 
 def test_experts_are_found_by_name_and_not_by_their_number_in_a_forward_pass() -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace_engine.vllm.worker import RankGroup
+from headrace_engine.rank_group import RankGroup
 
-RANKS = 3
+RANKS = 2
 
 
 def values(rank: int) -> Any:
@@ -23,12 +22,8 @@ def compare(rank: int, folder: str, queue: Any) -> None:
     """One of the ranks, in a process of its own."""
     import torch.distributed as dist
 
-    from headrace_engine.vllm import worker
-
     dist.init_process_group("gloo", f"file://{folder}/store", world_size=RANKS, rank=rank)
-    group = SimpleNamespace(cpu_group=dist.group.WORLD, world_size=RANKS)
-    worker.get_tp_group = lambda: group  # type: ignore
-    ranks = worker.RankGroup.of_engine()
+    ranks = RankGroup(dist.group.WORLD)
     found = ranks.union({"b"} if rank else {"z"}, ["a", "b", "c"])
     queue.put((rank, found, ranks.union(set(), ["a"]), ranks.mean(values(rank)).tobytes()))
     dist.destroy_process_group()

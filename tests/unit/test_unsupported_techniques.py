@@ -15,7 +15,7 @@ from headrace_decode.planning.prefill_executor import PrefillExecutor, Work
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.kv_transfer.handoff import BLENDED_KEY, PrefillRequest
-from headrace_engine.vllm.worker import RankGroup
+from headrace_engine.rank_group import RankGroup
 from headrace_prefill.blending.engine.worker import BlendingWorkerPart
 from headrace_prefill.server import PrefillServer
 from tests.support.prefill_executor import Planner
@@ -110,7 +110,7 @@ def bound(
     monkeypatch.setattr(row_check, "check_rows", check)
     monkeypatch.setattr(worker, "worker_connectors", lambda: [object(), connector])
     monkeypatch.setattr(worker, "row_engine", rows)
-    monkeypatch.setattr(RankGroup, "of_engine", staticmethod(lambda: ranks))
+    monkeypatch.setattr(worker, "engine_ranks", lambda: ranks)
 
     class Plain:
         vllm_config = config
@@ -145,7 +145,7 @@ def test_rows_that_are_not_the_models_own_are_not_computed(monkeypatch: pytest.M
     def check(*_: Any) -> None:
         raise ValueError("it scales embeddings")
 
-    told = bound(monkeypatch, connector, lambda *_: None, RankGroup(), check)
+    told = bound(monkeypatch, connector, lambda *_: object(), RankGroup(), check)
     assert told == {"blending": "it scales embeddings"} and connector.why == told["blending"]
 
 
@@ -156,7 +156,7 @@ def test_no_rank_computes_rows_if_one_of_them_cannot(monkeypatch: pytest.MonkeyP
 
     connector = Wants()
     connector.bind_rows = lambda rows: None  # type: ignore[method-assign]
-    told = bound(monkeypatch, connector, lambda *_: None, Others())
+    told = bound(monkeypatch, connector, lambda *_: object(), Others())
     assert told == {} and connector.why == "another rank cannot recompute rows"
 
 

@@ -55,7 +55,7 @@ from headrace_engine.vllm.scheduling import (
     requests_gone,
     requests_moved,
 )
-from headrace_engine.vllm.worker import FollowedRows, RankGroup, RunnerRows
+from headrace_engine.vllm.worker import FollowedRows, RunnerRows, engine_ranks
 
 if TYPE_CHECKING:
     from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
@@ -358,7 +358,7 @@ class AttentionWorkerPart(WorkerPart):
         if RUNTIME.offloading:
             RUNTIME.offloading.save(self._final, self._blocks)
         if self._tells_ranks:  # only the first rank's output reaches the scheduler
-            RUNTIME.lost |= RankGroup.of_engine().union(RUNTIME.lost, self._tells_ranks)
+            RUNTIME.lost |= engine_ranks().union(RUNTIME.lost, self._tells_ranks)
         return output if output is None else with_lost(output, RUNTIME.pop_lost())
 
     def after_sample(self, output: Any) -> Any:

@@ -8,19 +8,16 @@ its batch, and seeded requests on CPUs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingType
 
+from headrace_engine.rank_group import RankGroup
 from headrace_engine.vllm.scheduling import requests_gone
 
 Row = TypeVar("Row")
@@ -36,43 +33,10 @@ def worker_connectors() -> list[Any]:
     return list(getattr(group, "_connectors", [group]))
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """The tensor-parallel ranks of an engine, which compare values in host memory.
-
-    Each method waits for all ranks, so all of them call it, in the same order.
-
-    Attributes:
-        group: their process group; None for one rank.
-    """
-
-    group: ProcessGroup | None = None
-
-    @staticmethod
-    def of_engine() -> RankGroup:
-        """Return the ranks of this worker's engine."""
-        group = get_tp_group()
-        return RankGroup(group.cpu_group if group.world_size > 1 else None)
-
-    def union(self, names: Collection[str], among: Sequence[str]) -> set[str]:
-        """Return the names that any rank has.
-
-        Args:
-            names: this rank's. among: names that count, the same on all ranks.
-        """
-        flags = torch.tensor([name in names for name in among], dtype=torch.uint8)
-        if self.group is not None:
-            all_reduce(flags, ReduceOp.MAX, self.group)
-        return {name for name, flag in zip(among, flags.tolist(), strict=True) if flag}
-
-    def mean(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the mean over the ranks of values of one shape. All ranks get the same bits."""
-        if self.group is None:
-            return values
-        total = torch.from_numpy(values.copy())
-        all_reduce(total, ReduceOp.SUM, self.group)
-        mean: NDArray[np.float32] = total.numpy() / np.float32(self.group.size())
-        return mean
+def engine_ranks() -> RankGroup:
+    """Return the tensor-parallel ranks of this worker's engine."""
+    group = get_tp_group()
+    return RankGroup(group.cpu_group if group.world_size > 1 else None)
 
 
 class RunnerRows(Generic[Row]):

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_engine.rank_group import RankGroup
 from headrace_engine.rope import Rope
 from headrace_engine.vllm.forward_pass import Decoder, ForwardContexts
-from headrace_engine.vllm.worker import RankGroup
 from headrace_prefill.blending.engine.paged import BlockTable, PagedKV
 
 Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]

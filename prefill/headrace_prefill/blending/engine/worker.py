@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace_engine.extensions.extension import WorkerPart
-from headrace_engine.vllm.worker import RankGroup, worker_connectors
+from headrace_engine.vllm.worker import engine_ranks, worker_connectors
 
 if TYPE_CHECKING:
     from headrace_prefill.blending.engine.rows import RowEngine
 
 logger = logging.getLogger("headrace.blending")
 
+Done = TypeVar("Done")
 BLENDING = "blending"
 """The technique's name among those that an engine cannot do."""
 
@@ -32,32 +34,30 @@ class BlendingWorkerPart(WorkerPart):
 
     def after_kv_cache(self, kv_cache_config: Any) -> None:
         """Bind the connectors that need the model, if rows can be computed on all ranks."""
-        from headrace_prefill.blending.engine.row_check import check_rows
-
-        self._unsupported = None
         for connector in (each for each in worker_connectors() if hasattr(each, "bind_rows")):
-            made: list[RowEngine] = []
-
-            def bind(connector: Any = connector, made: list[RowEngine] = made) -> None:
-                made.append(row_engine(self._worker, kv_cache_config))
-                connector.bind_rows(made[0])
-
-            def check(made: list[RowEngine] = made) -> None:
-                check_rows(made[0], self._worker.vllm_config.model_config.max_model_len)
-
-            # The check computes rows on all ranks together, so it begins if all are bound.
-            if not (self._succeeds(bind) and self._succeeds(check)):
+            self._unsupported = None
+            rows = self._on_all_ranks(partial(row_engine, self._worker, kv_cache_config))
+            # No rank is missing now: the check computes rows on all of them together.
+            if not (rows and self._on_all_ranks(partial(self._bind, connector, rows))):
                 connector.no_rows(self._unsupported or "another rank cannot recompute rows")
 
-    def _succeeds(self, task: Callable[[], None]) -> bool:
-        """Do a task; return whether it succeeds on all ranks."""
+    def _on_all_ranks(self, task: Callable[[], Done]) -> Done | None:
+        """Do a task; return its result, or None if it failed on any rank."""
+        done = None
         try:
-            task()
+            done = task()
         except Exception as error:
             logger.debug("rows cannot be computed", exc_info=True)
             self._unsupported = str(error) if isinstance(error, ValueError) else repr(error)
         mine = {BLENDING} if self._unsupported else set()
-        return not RankGroup.of_engine().union(mine, [BLENDING])
+        return None if engine_ranks().union(mine, [BLENDING]) else done
+
+    def _bind(self, connector: Any, rows: RowEngine) -> bool:
+        from headrace_prefill.blending.engine.row_check import check_rows
+
+        check_rows(rows, self._worker.vllm_config.model_config.max_model_len)
+        connector.bind_rows(rows)
+        return True
 
     def unsupported(self) -> dict[str, str]:
         """Implement `WorkerPart.unsupported`."""
@@ -89,4 +89,4 @@ def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
     caches, order, block_tokens = kv_caches(decoder, kv_cache_config)
     kv = PagedKV(caches, order, block_tokens)
     contexts = ForwardContexts(worker.vllm_config, kv_cache_config, decoder, kv.kernel_tokens)
-    return RowEngine(decoder, kv, contexts, rope, RankGroup.of_engine())
+    return RowEngine(decoder, kv, contexts, rope, engine_ranks())
