@@ -106,6 +106,23 @@ def test_a_request_that_one_rank_cannot_start_or_choose_for_stops_both(error: Ex
     assert (failed(one), finished(one)) == ({"not started", "not chosen"}, {"whole"})
 
 
+def test_a_request_without_rows_to_compute_ends_once_all_ranks_have_placed_its_runs() -> None:
+    damaged = Document(2, 4)
+    damaged.damage(3, 1)
+
+    def task(mine: Rank) -> Any:
+        def none(_: Any) -> Any:
+            return np.zeros(5 + 32)
+
+        mine.start("placed", Document(1, 4), BLOCKS, none, outside=False)
+        mine.start("damaged", damaged, OTHERS, none, outside=False)
+        return mine.run(20)
+
+    (one, two), meeting = on_ranks(task)
+    assert outcome(one) == outcome(two) and not computed(meeting)
+    assert (failed(one), finished(one)) == ({"damaged"}, {"placed"})
+
+
 def test_a_rank_that_is_late_is_waited_for() -> None:
     def task(mine: Rank) -> Any:
         def choose(mass: Any) -> Any:

@@ -78,7 +78,7 @@ def check_rows(engine: RowEngine, max_positions: int) -> None:
     for error, why in (
         (_error(ours, whole), "it is more than embedding, layers and norm in turn"),
         (_error(our_kv, whole_kv), "its layers store other K and V in its own forward pass"),
-        (max(attention), "its attention is no softmax of scaled products"),
+        (float(np.max(attention)), "its attention is no softmax of scaled products"),
         (_error(moved, new[:, 0]), "it turns keys in another way than its modules say"),
         (_error(new[:, 1], old[:, 1]), "its V depends on the position"),
     ):

@@ -192,9 +192,10 @@ class SelectiveRecompute:
         if not unsure:
             return
         for name in self._engine.ranks.union(self._errors, unsure):
-            error = self._errors.get(name, LostKV("another rank could not use its stored KV"))
+            error = self._errors.get(name)
             unforeseen = None if isinstance(error, LostKV) else error
-            logger.warning("%s is computed, not reused: %s", name, error, exc_info=unforeseen)
+            why = "it failed on another rank" if error is None else error
+            logger.warning("%s is computed, not reused: %s", name, why, exc_info=unforeseen)
             stepped.failed.append(name)
             self.cancel(name)
         for each in self._passes.values():
@@ -204,7 +205,7 @@ class SelectiveRecompute:
         """Compute the next rows of requests that have some, and return their cost."""
         left, parts = budget, list[tuple[_RequestProgress, Rows]]()
         for each in self._passes.values():
-            if left > 0 and each.is_ready:
+            if left > 0 and each.is_ready and not each.is_done:
                 parts.append((each, each.next_rows(left)))
                 left -= each.cost_rows(parts[-1][1])
         if not parts:
