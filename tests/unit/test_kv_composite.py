@@ -15,6 +15,7 @@ from headrace_engine.connector.stats import StoreStats
 from headrace_engine.pull_proof.stats import TransferStats
 from headrace_engine.vllm.connectors import KVConnectorFactory
 from headrace_engine.vllm.engine import connector_stats
+from headrace_prefill.blending.engine.stored_connector import StoredBlendingConnector
 from tests.support.connectors import (
     beside,
     checked_nixl_connector,
@@ -121,8 +122,12 @@ def test_the_engine_steps_on_while_any_child_is_busy() -> None:
     assert not composite(Child((0, False))).has_pending_push_work()
 
 
-def test_the_statistics_of_both_are_read_from_what_an_engine_sends() -> None:
-    sent = {"HeadraceConnector": StoreStats().data, "NixlConnector": TransferStats().data}
+def test_the_statistics_of_all_are_read_from_what_an_engine_sends() -> None:
+    sent = {
+        "HeadraceConnector": StoreStats().data,
+        "NixlConnector": TransferStats().data,
+        StoredBlendingConnector.__name__: {"recompute_s": 0.5},
+    }
     read = HeadracePDConnector.build_kv_connector_stats(json.loads(json.dumps(sent)))
     assert read is not None and read.aggregate(read).reduce().keys() == sent.keys()
 

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from headrace_engine.connector.arena.engine_arena import EngineArena
 from headrace_engine.connector.identity.engine_identity import first_epoch
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
+from headrace_engine.vllm.connectors import KVConnectorFactory
 from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_prefill.blending.engine.connector import BlendingConnector, LoadStart, RecomputePlan
 from headrace_prefill.blending.engine.kv_scatter import KvScatter, LostKV, StoredRun
@@ -35,6 +36,11 @@ from headrace_prefill.blending.token_selection import DRAFT_TOKENS, SelectionRul
 logger = logging.getLogger("headrace.blending")
 
 DIGEST_BYTES = 32
+
+# MultiConnector finds the class of its children's statistics by name.
+KVConnectorFactory.register_connector(
+    "StoredBlendingConnector", __name__, "StoredBlendingConnector"
+)
 
 
 class StoredBlendingConnector(BlendingConnector):
