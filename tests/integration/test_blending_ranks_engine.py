@@ -46,6 +46,7 @@ def engine(ranks: int, folder: Path) -> StoredEngine:
         worker_cls=EXTENSIBLE_WORKER,
         scheduler_cls=EXTENSIBLE_SCHEDULERS[True],
         max_num_batched_tokens=512,  # vLLM's default depends on the number of ranks
+        max_model_len=2048,
         num_gpu_blocks_override=64,
     )
 
@@ -57,7 +58,7 @@ class Engines:
         self.folder = folder
         made = [engine(ranks, folder) for ranks in (1, 2)]
         self.one, self.two = (each.ready() for each in made)
-        self.one.answers([[*document, 50] for document in (DOCUMENT, OTHER)], max_tokens=1)
+        self.one.answers([[*document, 50] for document in (DOCUMENT, OTHER)])
         until(lambda: self.ready_blocks() == 9)
         self._digests = {0: self.one.digests(DOCUMENT), 1: self.one.digests(OTHER)}
 

@@ -22,7 +22,6 @@ WHY = {
         "compression": "sliding window",
         "sparse": "sliding window",
     },
-    "gemma": {"blending": "rows of GemmaForCausalLM (GemmaModel) cannot be recomputed: it is more"},
     "granite": {"blending": "GraniteDecoderLayer.forward takes"},
 }
 

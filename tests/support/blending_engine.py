@@ -147,6 +147,7 @@ class Engine:
         self._llm = LLM(
             model,
             dtype="float32",
+            skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=2048,
             max_num_batched_tokens=256,
@@ -406,7 +407,9 @@ class Engine:
         TestedConnector.rows_per_step = rows_per_step
         engine, before = self._llm.llm_engine, self._connector._pass.rows_computed
         for number, request in enumerate(requests):
-            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            params = SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+            )
             prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
             if "blending" in request:
                 params.extra_args = {"kv_transfer_params": {"blending": request["blending"]}}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Gemma3TextConfig, GemmaConfig, GraniteConfig, LlamaConfig
+from transformers import Gemma3TextConfig, GraniteConfig, LlamaConfig
 
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from tests.support.connectors import beside, blending_connector, store_connector
@@ -57,9 +57,6 @@ MODELS: dict[str, Callable[[], Any]] = {
         sliding_window=BLOCK,
         layer_types=["sliding_attention", "full_attention"],
         architectures=["Gemma3ForCausalLM"],
-    ),
-    "gemma": lambda: GemmaConfig(
-        **SIZES, rope_parameters=PLAIN, architectures=["GemmaForCausalLM"]
     ),
     "granite": lambda: GraniteConfig(
         **SIZES, rope_parameters=PLAIN, architectures=["GraniteForCausalLM"]
