@@ -52,7 +52,9 @@ ADAPTERS = taken(APPS, "adapters")
 SERVED = taken(APPS, "sparse", "placement", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
 INTERPRETED = taken(
-    UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "cross_layer_device"
+    UNIT,
+    *("kv_device_kernels", "sparse_kernels", "sparse_device", "cross_layer_device"),
+    "compression_device",
 )
 KERNELS = [
     taken(

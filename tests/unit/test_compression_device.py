@@ -29,7 +29,7 @@ from tests.support.compression_device import (
     ROPE,
     Asking,
 )
-from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
 
 pytest.importorskip("triton")
 
@@ -48,9 +48,10 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.interpreted(__file__)
 @outside
-def test_attention_to_what_is_kept_holds_in_the_interpreter() -> None:
-    passes_in_the_interpreter(__file__)
+def test_attention_to_what_is_kept_holds_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    pass_in_the_interpreter(request)
 
 
 @pytest.fixture(autouse=INTERPRETED)
