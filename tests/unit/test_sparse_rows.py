@@ -217,11 +217,13 @@ def test_a_batch_that_is_not_the_steps_ends_the_requests_whose_kv_it_hides(
     bound = AttentionRuntime()
     bound.bind(SparseRows(LAYERS, PAGE), lambda: [BatchRow(n, 0.1, 9) for n in "abc"])
     setattr(bound, part, Follows("ac"))
-    rows = bound.offloaded_rows if part == "offloading" else bound.compressed_rows
     bound.begin_step(set())
     for count in (2, 3):
-        starts = np.arange(count + 1)
-        assert rows(count, starts, np.array([KV] * count), np.zeros((count, 9))) == ([], [])
+        step = count, np.arange(count + 1), np.array([KV] * count)
+        if part == "offloading":
+            assert bound.offloaded_rows(*step, np.zeros((count, 9))) == ([], [])
+        else:
+            assert bound.compressed_rows(*step) == ([], [])
         assert bound.pop_lost() == {"a", "c"} and not bound.pop_lost()
     assert "requests end, since their KV cannot be found" in caplog.text
 
