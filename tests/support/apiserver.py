@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.support.app import until
 from tests.support.certificates import Authority
@@ -67,7 +69,7 @@ AT_HAND: list[Object] = [
     },
 ]
 """Objects of the cluster that the pods of some sets of values name."""
-ACCOUNTS = ("default", "llm", "own")
+ACCOUNTS = ("default", "own")
 """ServiceAccounts that namespaces have, or that sets of values name."""
 START_S = 120.0
 
@@ -131,6 +133,7 @@ class ApiServer:
         self._namespaces = 0
         authority = Authority(folder)
         cert, key = authority.issue("server")
+        accounts = _account_key(folder)
         token = secrets.token_hex(16)
         (folder / "tokens.csv").write_text(f'{token},admin,1,"system:masters"\n')
         etcd, peers, port = _free_ports(3)
@@ -149,7 +152,8 @@ class ApiServer:
             *(f"--tls-cert-file={cert}", f"--tls-private-key-file={key}"),
             *(f"--cert-dir={folder}", f"--token-auth-file={folder / 'tokens.csv'}"),
             f"--service-account-issuer=https://127.0.0.1:{port}",
-            *(f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}"),
+            f"--service-account-key-file={accounts}",
+            f"--service-account-signing-key-file={accounts}",
             "--service-cluster-ip-range=10.96.0.0/16,fd00:10:96::/112",
             *("--authorization-mode=RBAC", "--allow-privileged=true"),
         )
@@ -333,6 +337,17 @@ def _kubeconfig(url: str, authority: Path, token: str) -> str:
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
         }
     )
+
+
+def _account_key(folder: Path) -> Path:
+    """A key for tokens of ServiceAccounts, in the one form that the server takes for both uses."""
+    made = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
+    )
+    (path := folder / "accounts.key").write_bytes(made)
+    return path
 
 
 def _free_ports(count: int) -> Sequence[int]:

@@ -21,7 +21,9 @@ from tests.support.chart_objects import LOADER, Object, cluster_of, groups, quan
 from tests.support.chart_patches import leftovers
 
 KEEP = "helm.sh/resource-policy"
-QUANTITY = re.compile(r"[0-9.]+(m|k|[KMGTPE]i?)?")
+TOOLS = ("meta.helm.sh/", "kubectl.kubernetes.io/")
+"""Annotations that Helm and kubectl add."""
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
 
 
 class Helm:
@@ -160,6 +162,10 @@ def differences(live: Object, old: Object, new: Object) -> list[str]:
     """How an object of the server differs from its manifest. The server leaves out what is empty,
     and writes quantities in its own way."""
     path = f"{new['kind']} {new['metadata']['name']}"
+    live = json.loads(json.dumps(live))
+    for name in list(live["metadata"].get("annotations") or {}):
+        if name.startswith(TOOLS):
+            del live["metadata"]["annotations"][name]
     if new["kind"] == "Secret":
         live, old, new = (_with_data(one) for one in (live, old, new))
     return list(leftovers(*(_canonical(one) for one in (live, old, new)), path))

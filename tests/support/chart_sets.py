@@ -328,7 +328,7 @@ _CHANGES: dict[str, tuple[Changes, Changes]] = {
         CLUSTER,
         {"serviceAccount.annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/llm"}},
     ),
-    "an account of one's own": (CLUSTER, {"serviceAccount.name": "llm"}),
+    "an account of one's own": (CLUSTER, {"serviceAccount.name": "own"}),
     "variables of Secrets": (CLUSTER, both("ROLE.env", {"AWS_ACCESS_KEY_ID": secret("s3", "id")})),
     "envFrom": (CLUSTER, in_pods(containers=main(envFrom=[{"secretRef": {"name": "s3"}}]))),
     "an object tier with keys": (
