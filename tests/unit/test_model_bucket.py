@@ -62,9 +62,9 @@ def test_a_copy_that_broke_continues_with_what_is_missing(
     real, asked = StoreClient.get, list[str]()
 
     def get(self: StoreClient, name: str, offset: int, length: int) -> memoryview:
-        if name == "model.safetensors" and not asked:
-            raise ObjectError("timeout")
         asked.append(name)
+        if name == "model.safetensors" and asked.count(name) == 1:
+            raise ObjectError("timeout")
         return real(self, name, offset, length)
 
     monkeypatch.setattr(StoreClient, "get", get)
@@ -72,10 +72,9 @@ def test_a_copy_that_broke_continues_with_what_is_missing(
     with pytest.raises(ModelError, match=r"s3://bucket/models/tiny: timeout"):
         copy_bucket(URL, tmp_path)
     assert "model.safetensors" not in files_in(tmp_path)
-    asked.append("the second copy")
     copy_bucket(URL, tmp_path)
-    assert files_in(tmp_path) == FILES
-    assert asked[asked.index("the second copy") :].count("config.json") == 0
+    assert files_in(tmp_path).items() >= FILES.items()
+    assert asked.count("config.json") == 1
 
 
 def test_the_part_of_a_file_that_a_dead_pod_left_is_removed(
