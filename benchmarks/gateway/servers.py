@@ -25,7 +25,7 @@ from headrace.gateway import (
     build_gateway_app,
     serve_gateway,
 )
-from headrace.gateway.backend import GatewayMetrics
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_decode.http.public_routes import Route
 from headrace_decode.resume.emitted import HEADER, EmittedChoice, encode_line
 from tests.support.certificates import Authority

@@ -17,9 +17,9 @@ from headrace.config import GatewaySettings
 from headrace.config.tls_files import TlsFiles
 from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.app import GatewayApp
-from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.batches.routes import long_bodies
 from headrace.gateway.models.served_model import ModelSource
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_decode.http.public_routes import Route
 from headrace_engine.adapters.settings import AdapterSettings
 

@@ -7,8 +7,8 @@ import json
 
 from aiohttp import web
 
-from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.relay.retry import MAX_DELIVERIES
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace.replica_health import PROBE_INTERVAL_S
 from tests.unit.gateway_fakes import (
     CHAT,

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import ReplicaInfo
-from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.errors import ApiError
 from headrace.gateway.relay.dialect import DIALECTS
 from headrace.gateway.route_table import RouteTable
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_decode.http.public_routes import Route
 from tests.unit.gateway_fakes import (
     BODY,

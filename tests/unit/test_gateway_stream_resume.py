@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace.gateway.backend import GatewayMetrics, ReplicaInfo
+from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.relay import replica_monitor
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.stream_relay import MAX_TRIES, StreamRelay
 from headrace.gateway.upstream import ReplicaLost
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace.replica_health import Probe
 from headrace_decode.resume.emitted import HEADER, EmittedChoice, encode_line
 from headrace_decode.resume.journal import Journal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from headrace.gateway.backend import GatewayMetrics
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_decode.composition import APART, FEATURES, composition_table
 from headrace_decode.llm.request_params import lossy_store_of, with_technique, with_tenant
 from headrace_decode.techniques import (

@@ -7,8 +7,9 @@ and after a resume it replaces ids.
 """
 
 from headrace.gateway.app import GatewayApp, build_gateway_app
-from headrace.gateway.backend import Backend, GatewayMetrics, ReplicaInfo
+from headrace.gateway.backend import Backend, ReplicaInfo
 from headrace.gateway.ingress.http_server import PortTakenError, Server, serve_gateway
+from headrace.observability.gateway_metrics import GatewayMetrics
 
 __all__ = [
     "Backend",

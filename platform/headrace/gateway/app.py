@@ -29,7 +29,7 @@ from headrace.gateway.asgi import (
     path_of,
     write_nowait,
 )
-from headrace.gateway.backend import Backend, GatewayMetrics, OneModelBackend
+from headrace.gateway.backend import Backend, OneModelBackend
 from headrace.gateway.batches.batch_service import BatchService
 from headrace.gateway.batches.tenant_batches import BatchState
 from headrace.gateway.body_reader import BodyReader
@@ -60,6 +60,7 @@ from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace.gateway.upstream import Upstream
 from headrace.gateway.usage.ledger import UsageLedger
 from headrace.gateway.usage.routes import UsageRoutes
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.loop_stall import LoopStall
 

@@ -20,7 +20,6 @@ from headrace.gateway.admission.slo_classes import (
     SloClasses,
 )
 from headrace.gateway.asgi import JSON_TYPE, Send
-from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.background import BackgroundResponses
 from headrace.gateway.conversations.routes import RESPONSES
@@ -34,6 +33,7 @@ from headrace.gateway.relay import client_resume
 from headrace.gateway.relay.call import Call, in_flight
 from headrace.gateway.replica_selection import affinity_key
 from headrace.gateway.request_context import RequestContext
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_decode.http.public_routes import Route
 from headrace_decode.resume.emitted import RESUME
 from headrace_decode.techniques import TechniqueError, requested_techniques

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import ray
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from headrace.gateway.backend import GatewayMetrics
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace.observability.totals import TotalCounter
 from headrace_kvstore.protocol.address import host_port
 
@@ -24,7 +24,7 @@ EXPORTED_PREFIXES = ("ray_headrace_", "ray_vllm_", "ray_serve_", "ray_node_gpu",
 
 
 class RayGatewayMetrics(GatewayMetrics):
-    """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`)."""
+    """The gateway's metrics, as Ray's."""
 
     def __init__(self) -> None:
         self._requests = Counter(

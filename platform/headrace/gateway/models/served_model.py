@@ -18,13 +18,14 @@ from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors
 from headrace.gateway.admission.admission_queue import AdmissionQueue
 from headrace.gateway.admission.slo_classes import SloClass
-from headrace.gateway.backend import GatewayMetrics, ModelBackend
+from headrace.gateway.backend import ModelBackend
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.placement.placer import Placer
 from headrace.gateway.relay.relay import Relay
 from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.upstream import Upstream
+from headrace.observability.gateway_metrics import GatewayMetrics
 from headrace_engine.adapters.settings import AdapterSettings
 
 WANTED_S = 10.0
