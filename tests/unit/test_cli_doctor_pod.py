@@ -6,15 +6,9 @@ import os
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from time import time
 
 import pytest
 import typer
@@ -25,188 +19,11 @@ from headrace.cli import probes
 from headrace.cli.console import CliError
 from headrace.cli.doctor import Finding, doctor, finding, pod
 from headrace.cli.probes import pod as pod_probes
-from headrace.config import HeadraceConfig, load_config
+from headrace.config import HeadraceConfig
+from tests.support import doctor_pod
+from tests.support.doctor_pod import GIB, HERE, Answer, look, stops
 
-GIB = 2**30
-HERE = "127.0.0.1"
-
-
-def look(
-    name: str,
-    *settings: str,
-    role: str = "decode",
-    env: dict[str, str] | None = None,
-    **more: object,
-) -> list[Finding]:
-    """What one check finds in a pod of that role."""
-    this = pod.Pod(role, load_config(overrides=list(settings)), **more)  # type: ignore[arg-type]
-    chosen = [c for c in pod.checks(this, os.environ if env is None else env) if c[0] == name]
-    assert chosen, f"no check called {name}"
-    return finding.run(chosen)
-
-
-def stops(found: list[Finding], seen: str, remedy: str) -> None:
-    """Exactly one of the findings is FAIL; it says what is wrong and what helps."""
-    failed = [f for f in found if f.level == "FAIL"]
-    assert len(failed) == 1, found
-    assert seen in failed[0].found, failed
-    assert remedy in failed[0].remedy, failed
-
-
-class Answer(BaseHTTPRequestHandler):
-    """The answer of a server: a status, a body, and the seconds by which its clock is wrong."""
-
-    status, skew_s, body = 200, 0.0, b""
-
-    def do_GET(self) -> None:
-        self.send_response_only(self.status)
-        self.send_header("Date", formatdate(time() + self.skew_s, usegmt=True))
-        self.send_header("Content-Length", str(len(self.body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(self.body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[str, type[Answer]]]:
-    """(its address, its answers)."""
-    answers = type("Own", (Answer,), {})
-    with ThreadingHTTPServer((HERE, 0), answers) as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        yield f"http://{HERE}:{running.server_address[1]}", answers
-        running.shutdown()
-        thread.join()
-
-
-def safetensors(data: int = 64) -> bytes:
-    header = json.dumps({"w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(data)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A whole model of two shards."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
-    shape |= {"hidden_size": 64, "max_position_embeddings": 128, "dtype": "bfloat16"}  # type: ignore[dict-item]
-    (folder / "config.json").write_text(json.dumps(shape))
-    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for shard in shards:
-        (folder / shard).write_bytes(safetensors())
-    return folder
-
-
-def test_a_whole_model_is_fine(model: Path) -> None:
-    (found,) = look("model", f"model.source={model}")
-    assert found.level == "OK"
-
-
-def test_a_missing_shard(model: Path) -> None:
-    (model / "model-00002-of-00002.safetensors").unlink()
-    found = look("model", f"model.source={model}")
-    stops(found, "model-00002-of-00002.safetensors is missing", "warm-up job")
-
-
-def test_a_torn_shard(model: Path) -> None:
-    (model / "model-00001-of-00002.safetensors").write_bytes(safetensors()[:-9])
-    stops(look("model", f"model.source={model}"), "bytes, not", "download")
-
-
-def test_a_pointer_in_place_of_weights(model: Path) -> None:
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n"
-    (model / "model-00001-of-00002.safetensors").write_bytes(pointer)
-    stops(look("model", f"model.source={model}"), "Git LFS pointer", "download")
-
-
-def test_a_folder_that_is_not_mounted(tmp_path: Path) -> None:
-    found = look("model", f"model.source={tmp_path}/absent")
-    stops(found, "config.json is missing", "mount it in this init container")
-
-
-def hub(server: tuple[str, type[Answer]], tmp_path: Path, **env: str) -> list[Finding]:
-    home = {"HF_ENDPOINT": server[0], "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
-    return look("model", "model.source=org/name", env=home | env)
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_model_without_a_token(
-    server: tuple[str, type[Answer]], tmp_path: Path, status: int
-) -> None:
-    server[1].status = status
-    stops(hub(server, tmp_path), "no token is set", "HF_TOKEN")
-
-
-def test_a_gated_model_with_a_token_that_may_not(
-    server: tuple[str, type[Answer]], tmp_path: Path
-) -> None:
-    server[1].status = 403
-    stops(hub(server, tmp_path, HF_TOKEN="hf_x"), "the token has no access", "terms")
-
-
-def test_a_model_that_the_hub_has(server: tuple[str, type[Answer]], tmp_path: Path) -> None:
-    assert [f.level for f in hub(server, tmp_path)] == ["OK"]
-
-
-@pytest.mark.parametrize(
-    ("room", "level"), [("", "OK"), ("1000000", "OK"), ("300001", "OK"), ("299999", "FAIL")]
-)
-def test_a_model_larger_than_its_volume(
-    server: tuple[str, type[Answer]], tmp_path: Path, room: str, level: str
-) -> None:
-    """The kubelet evicts a pod whose volume grows beyond its limit, again and again. Copies in
-    other formats are not downloaded."""
-    sizes = {
-        "a.safetensors": 100_000,
-        "b.safetensors": 200_000,
-        "d.bin": 7,
-        "copy/c.bin": 9_000_000,
-    }
-    files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-    server[1].body = json.dumps({"siblings": files}).encode()
-    found = hub(server, tmp_path, HEADRACE_MODEL_ROOM_BYTES=room)
-    assert [each.level for each in found] == [level]
-    if level == "FAIL":
-        stops(found, "has 293.0 KiB of weights", "modelCache.size")
-
-
-def test_a_hub_that_does_not_tell_sizes(server: tuple[str, type[Answer]], tmp_path: Path) -> None:
-    server[1].body = b"<html>"
-    found = hub(server, tmp_path, HEADRACE_MODEL_ROOM_BYTES="1")
-    assert [each.level for each in found] == ["OK"]
-
-
-def test_a_hub_out_of_reach(tmp_path: Path) -> None:
-    with socket.create_server((HERE, 0)) as taken:
-        port = taken.getsockname()[1]
-    found = hub((f"http://{HERE}:{port}", Answer), tmp_path)
-    stops(found, "the hub does not answer", "NetworkPolicy")
-
-
-def test_offline_without_the_model_in_the_cache(tmp_path: Path) -> None:
-    found = hub(("http://unused", Answer), tmp_path, HF_HUB_OFFLINE="1")
-    stops(found, "HF_HUB_OFFLINE is set", "warm-up job")
-
-
-def test_offline_with_the_model_in_the_cache(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "hub" / "models--org--name"
-    (root / "refs").mkdir(parents=True)
-    (root / "refs" / "main").write_text("abc")
-    shutil.copytree(model, root / "snapshots" / "abc")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    found = hub(("http://unused", Answer), tmp_path, HF_HUB_OFFLINE="1")
-    assert [f.level for f in found] == ["OK"], found
+model, server = doctor_pod.model, doctor_pod.server
 
 
 def test_unequal_hash_seeds() -> None:
