@@ -5,6 +5,7 @@ interpreter."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,12 @@ KEPT = 3
 """Blocks that the context is kept in."""
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["first runner", "second runner"])
+READS_AGAIN = pytest.param("0", id="first runner")
+STREAMS = pytest.param("1", id="second runner")
+with_runners = partial(pytest.mark.parametrize, "engine", indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def engine(request: Any) -> Iterator[SparseEngine]:
     """Contexts are read again with the first runner, and streamed with the second."""
     streams = request.param == "1"
@@ -39,7 +45,6 @@ def engine(request: Any) -> Iterator[SparseEngine]:
         has_predictor=streams,
         stream=streams,
     )
-    engine.streams = streams  # type: ignore[attr-defined]
     try:
         yield engine
     finally:
@@ -50,22 +55,20 @@ def asking(tokens: list[int], share: float | None = None, count: int = 8) -> dic
     return {"tokens": tokens, "max_tokens": count, "compression": share}
 
 
+@with_runners([STREAMS])
 def test_a_streamed_answer_continues_over_what_is_kept(engine: SparseEngine) -> None:
     """Its tokens are those of plain torch over all KV, then over the kept KV."""
-    if not engine.streams:  # type: ignore[attr-defined]
-        pytest.skip("the first runner's contexts are read again")
     found = engine.do("streamed_answer", tokens=LONG, share=0.25, count=20)
     assert found["right"] and len(found["tokens"]) == 20
     assert found["chosen"] == [8 * BLOCK, 8 * BLOCK + SEGMENT_TOKENS + BLOCK, 13 * BLOCK]
 
 
 @pytest.mark.soak
+@with_runners([READS_AGAIN])
 def test_an_answer_continues_over_what_is_kept_of_a_context_read_again(
     engine: SparseEngine,
 ) -> None:
     """Its tokens are those of plain torch over all KV, then over the kept KV."""
-    if engine.streams:  # type: ignore[attr-defined]
-        pytest.skip("the second runner's contexts are streamed")
     found = engine.do("bounded_answer", tokens=CONTEXT, share=0.25, count=250)
     assert found["exact"] and found["held"] and len(found["tokens"]) == 250
     assert found["kept"] == pytest.approx(KEPT / 9)
@@ -73,6 +76,7 @@ def test_an_answer_continues_over_what_is_kept_of_a_context_read_again(
     assert found["after"] == KEPT - -(len(CONTEXT) % BLOCK + 249) // BLOCK
 
 
+@with_runners([READS_AGAIN, STREAMS])
 def test_exact_requests_beside_compressed_ones_get_their_own_answer(engine: SparseEngine) -> None:
     requests = [asking(EXACT), asking(CONTEXT, 0.25), asking(CONTEXT[BLOCK:], 0.25)]
     [exact, *others] = engine.do("answers", requests=requests)["tokens"]
