@@ -20,6 +20,14 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
+def show(figures: Mapping[str, float], file: Path | None) -> None:
+    """Print a line for each figure; write them as JSON if a file is given."""
+    for name, value in figures.items():
+        print(f"{name} {value:.4g}")
+    if file is not None:
+        file.write_text(json.dumps({"figures": figures}, indent=2) + "\n")
+
+
 def report(
     figures: Mapping[str, float],
     targets: Mapping[str, str],

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.autoscaling.day import DAY_S, PLAYED, SHAPES, week
+from benchmarks.figures import show
 from headrace_lab.simulate.hardware import Hardware
 from headrace_lab.simulate.headrace_policy import HeadracePolicy
 from headrace_lab.simulate.outcome import GoodputTargets
@@ -193,10 +194,7 @@ def main() -> None:
         figures[f"bound.{shape}.starts"] = float(np.maximum(0, np.diff(path)).sum())
         told = ", ".join(f"{n + 1}: {one:.3f}" for n, one in enumerate(kept))
         print(f"{shape}: fixed counts keep {told}", file=sys.stderr)
-    for name, value in figures.items():
-        print(f"{name} {value:.4g}")
-    if args.json:
-        args.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n")
+    show(figures, args.json)
 
 
 if __name__ == "__main__":
