@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = noise(MIN_TOKENS + 252, 40)
 MANY = 40
 """Tokens of an answer. Its first ones may be dense, while summaries are made."""
-LONG = 500
-"""Tokens of an answer during which its context is read again and dropped."""
+LONG = 1000
+"""Tokens of an answer that is longer than reading its context again takes: at least
+`reread_rate.LEAST` rows are read in each of its steps, however slow the machine is."""
 Found = tuple[str, list[str], list[float]]
 """The header that tells of techniques, tokens, and their log-probabilities."""
 
