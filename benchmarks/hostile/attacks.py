@@ -169,7 +169,9 @@ def _resumed(model: str) -> Iterator[Request]:
 def _malformed(model: str) -> Iterator[Request]:
     """Items that fit no kind of item: each is compared with all kinds."""
     hi = [{"role": "user", "content": "Hi"}]
-    image = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "x", "detail": 1}]}
+    said = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    input_said = {"role": "user", "content": [{"type": "input_text", "text": "x"}]}
     block = {"role": "user", "content": [{"type": "x"}]}
     text = {"role": "user", "content": "x" * 50_000}
     asked: list[tuple[str, str, dict[str, Any]]] = [
@@ -184,6 +186,8 @@ def _malformed(model: str) -> Iterator[Request]:
     for count in (40, 16_000):
         empty = [{"role": "user", "content": None}] * count
         asked += [
+            (f"{count:,} items", RESPONSES, {"input": [input_said] * count}),
+            (f"{count:,} messages", CHAT, {"messages": [said] * count}),
             (f"{count:,} malformed items", RESPONSES, {"input": [image] * count}),
             (f"{count:,} empty items", RESPONSES, {"input": [{}] * count}),
             (f"{count:,} malformed tools", RESPONSES, {"input": "Hi", "tools": [{}] * count}),

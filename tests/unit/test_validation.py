@@ -1,9 +1,10 @@
 """Malformed requests to vLLM's own application cost milliseconds and are answered in some KiB."""
 
-from __future__ import annotations
-
+import asyncio
+import inspect
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -11,8 +12,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from headrace_engine.serving.long_validation import PIECE_S, Turns
 from headrace_engine.serving.validation import (
     MAX_ERRORS,
+    FailFastAdapter,
     bound_validation,
     failing_fast,
     message_of,
@@ -88,9 +91,17 @@ def bounded() -> FastAPI:
 
 def validate(app: FastAPI, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:
     """What FastAPI finds in a body: a model, or faults."""
+    return body_field(app, path).validate(body, {}, loc=("body",))
+
+
+def body_field(app: FastAPI, path: str) -> Any:
     route = next(r for r in app.routes if isinstance(r, APIRoute) and r.path == path)
     (field,) = route.dependant.body_params
-    return field.validate(body, {}, loc=("body",))
+    return field
+
+
+def without_ids(request: Any) -> str:
+    return re.sub(r"[0-9a-f-]{16,}|0x[0-9a-f]+", "", repr(request))
 
 
 @pytest.mark.parametrize("path, body", VALID, ids=lambda value: str(value)[:40])
@@ -98,8 +109,7 @@ def test_a_valid_body_gives_the_same_request(
     app: FastAPI, bounded: FastAPI, path: str, body: dict[str, Any]
 ) -> None:
     found = [validate(each, path, {"model": "m", **body}) for each in (app, bounded)]
-    before, after = (re.sub(r"[0-9a-f-]{16,}|0x[0-9a-f]+", "", repr(one)) for one in found)
-    assert before == after
+    assert without_ids(found[0]) == without_ids(found[1])
 
 
 @pytest.mark.parametrize("number", range(len(MALFORMED)))
@@ -120,6 +130,109 @@ async def test_a_malformed_body_is_answered_at_once_and_briefly(
     assert error["code"] == 400 and "validation error" in error["message"]
     assert len(error["message"].splitlines()) <= MAX_ERRORS + 1
     assert took_s < 3, "0.1 s and less; half a minute without a bound"
+
+
+LONG: list[tuple[str, dict[str, Any]]] = [
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
+    (MESSAGES, {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
+]
+"""Bodies whose first list is repeated."""
+
+
+def repeated(body: dict[str, Any], count: int) -> dict[str, Any]:
+    return {"model": "m"} | {
+        name: value * count if isinstance(value, list) else value for name, value in body.items()
+    }
+
+
+async def asked(app: Any, path: str, body: dict[str, Any]) -> tuple[httpx.Response, int]:
+    """The answer, and how often the event loop turned while it was made."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        answer = await client.post(path, json=body)
+    turning.cancel()
+    return answer, turns
+
+
+@pytest.mark.parametrize("path, body", LONG)
+def test_validation_that_rests_finds_the_same_request(
+    app: FastAPI, path: str, body: dict[str, Any]
+) -> None:
+    resting = FailFastAdapter(body_field(app, path)._type_adapter, lambda item: item)
+    found = resting.validate_resting(repeated(body, 50))
+    expected, faults = validate(app, path, repeated(body, 50))
+    assert not faults
+    assert without_ids(found) == without_ids(expected)
+
+
+@pytest.mark.parametrize("path, body", LONG[:2])
+async def test_the_event_loop_turns_while_a_long_body_is_validated(
+    app: FastAPI, path: str, body: dict[str, Any]
+) -> None:
+    made, seen = FastAPI(), list[Any]()
+
+    @made.post(path)
+    async def answer_one(request: body_field(app, path).field_info.annotation) -> None:  # type: ignore[valid-type]
+        seen.append(request)
+
+    bound_validation(made)
+    answer, turns = await asked(made, path, repeated(body, 4_000))
+    assert answer.status_code == 200, answer.text
+    expected, _ = validate(app, path, repeated(body, 4_000))
+    assert without_ids(seen[0]) == without_ids(expected)
+    assert turns > 10
+
+
+async def test_a_fault_behind_many_items_is_answered_while_the_event_loop_turns(
+    bounded: FastAPI,
+) -> None:
+    body = {"model": "m", "input": [*LONG[0][1]["input"] * 4_000, {}]}
+    answer, turns = await asked(bounded, RESPONSES, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("input")
+    assert turns > 10
+
+
+def test_threads_work_one_at_a_time_and_in_turns() -> None:
+    turns, working, order = Turns(), [0], list[int]()
+
+    def piece(name: int) -> None:
+        for _ in range(5):
+            working[0] += 1
+            assert working[0] == 1
+            order.append(name)
+            time.sleep(2 * PIECE_S)
+            working[0] -= 1
+            turns.rest(None)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: turns.work(lambda: piece(name)), (1, 2)))
+    assert sorted(order) == [1] * 5 + [2] * 5
+    assert order not in ([1] * 5 + [2] * 5, [2] * 5 + [1] * 5)
+
+
+def test_outside_of_its_turn_a_thread_does_not_rest() -> None:
+    item = object()
+    assert Turns().rest(item) is item
+
+
+def test_contract_routes_read_their_body_from_the_request_alone(app: FastAPI) -> None:
+    """A body that was validated in a thread is replaced by an empty one."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.path.startswith("/v1/") and route.body_field:
+            (only,) = route.dependant.body_params
+            assert isinstance(only._type_adapter.core_schema, dict)
+            code = inspect.getsource(route.endpoint)
+            assert ".json()" not in code and ".body()" not in code, route.path
 
 
 async def test_the_answer_names_the_place_and_the_fault(bounded: FastAPI) -> None:
