@@ -98,9 +98,46 @@ def test_a_model_that_does_not_fit_is_not_begun(
     with pytest.raises(ModelError, match=f"room for {whole - 1} bytes"):
         copy_bucket(URL, tmp_path)
     assert files_in(tmp_path) == {}
-    (tmp_path / "config.json").write_bytes(FILES["config.json"])
+    monkeypatch.setenv(MODEL_ROOM, str(whole))
+    copy_bucket(URL, tmp_path)
+    monkeypatch.setenv(MODEL_ROOM, "0")
     copy_bucket(URL, tmp_path)
     assert files_in(tmp_path) == FILES
+
+
+def test_a_file_that_is_replaced_during_the_copy_is_an_error_and_copied_by_the_next_one(
+    client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, other = StoreClient.get, b"x" * len(FILES["model.safetensors"])
+
+    def get(self: StoreClient, name: str, offset: int, length: int) -> memoryview:
+        data = real(self, name, offset, length)
+        if name == "model.safetensors" and not offset:
+            time.sleep(1.1)  # the server tells times in seconds
+            client.put(name, memoryview(other))
+        return data
+
+    monkeypatch.setattr(bucket, "CHUNK_BYTES", 1000)
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreClient, "get", get)
+        with pytest.raises(ModelError, match=r"model\.safetensors has changed during the copy"):
+            copy_bucket(URL, tmp_path)
+    monkeypatch.setattr(bucket, "CLOSE_S", 0.5)
+    copy_bucket(URL, tmp_path)
+    assert files_in(tmp_path) == FILES | {"model.safetensors": other}
+
+
+def test_a_file_that_was_replaced_by_one_of_its_size_is_copied_again(
+    client: StoreClient, tmp_path: Path
+) -> None:
+    copy_bucket(URL, tmp_path)
+    aged = tmp_path / "config.json"
+    modified_s = aged.stat().st_mtime
+    aged.write_bytes(b"[]")
+    os.utime(aged, (modified_s - 3600,) * 2)  # as if the object were an hour younger
+    copy_bucket(URL, tmp_path)
+    assert files_in(tmp_path) == FILES
+    assert aged.stat().st_mtime == pytest.approx(modified_s, abs=1)
 
 
 def test_a_folder_without_a_model_is_refused(client: StoreClient, tmp_path: Path) -> None:

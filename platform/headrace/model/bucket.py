@@ -1,7 +1,8 @@
 """Copies a model out of an object store into a folder.
 
-A file gets its name when it is whole. So a copy that broke continues with the files that are
-missing, and several machines may copy into one folder at once.
+A file gets its name when it is whole, and the time at which its object was written. So a copy that
+broke continues with the files that are missing, a file whose object was replaced is copied again,
+and several machines may copy into one folder at once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ SCHEMES = ("s3://", "gs://", "az://")
 CHUNK_BYTES = 16 << 20
 FILES_AT_ONCE = 8
 TIMEOUT_S = 120.0
+CLOSE_S = 2.0
+"""File systems round the time of a file by so much at most."""
 LEFT_S = 3600.0
 """Age after which a part of a file is taken for one that a dead process has left."""
 
@@ -56,7 +59,9 @@ def copy_bucket(url: str, folder: Path, report: Progress = silent) -> Path:
     work = _Copy(client, folder, sum(each.size_bytes for each in files), report)
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         try:
-            list(pool.map(work.copy, files))
+            copied = list(pool.map(work.copy, files))
+            if any(copied):
+                _check_unchanged(files, client)
         except ObjectError as error:
             pool.shutdown(cancel_futures=True)
             raise ModelError(f"{url}: {error}") from None
@@ -76,12 +81,12 @@ class _Copy:
         self._total_bytes, self._done_bytes = total_bytes, 0
         self._lock = threading.Lock()
 
-    def copy(self, file: Listed) -> None:
-        """Copy a file, unless one of its size is there."""
+    def copy(self, file: Listed) -> bool:
+        """Copy a file, unless it is there; return whether it was copied."""
         target = self._folder / file.name
         if _is_there(file, self._folder):
             self._count(file.size_bytes)
-            return
+            return False
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{socket.gethostname()}.part")
         with part.open("wb") as out:
@@ -89,10 +94,12 @@ class _Copy:
                 wanted = min(CHUNK_BYTES, file.size_bytes - offset)
                 data = self._client.get(file.name, offset, wanted)
                 if len(data) != wanted:
-                    raise ObjectError("failed", f"{file.name} has changed during the copy")
+                    raise _changed(file.name)
                 out.write(data)
                 self._count(wanted)
+        os.utime(part, (file.modified_s, file.modified_s))
         part.replace(target)
+        return True
 
     def _count(self, size_bytes: int) -> None:
         with self._lock:
@@ -100,9 +107,25 @@ class _Copy:
             self._report("copying the model", self._done_bytes, self._total_bytes)
 
 
+def _check_unchanged(files: list[Listed], client: StoreClient) -> None:
+    """Raise ObjectError if an object was replaced since it was listed: its copy may have pieces of
+    both versions. The copy has the older one's time, so the next run copies it again."""
+    now = {each.name: each for each in client.list()}
+    for file in files:
+        if now.get(file.name) != file:
+            raise _changed(file.name)
+
+
+def _changed(name: str) -> ObjectError:
+    return ObjectError("failed", f"{name} has changed during the copy; copy again")
+
+
 def _is_there(file: Listed, folder: Path) -> bool:
     path = folder / file.name
-    return path.is_file() and path.stat().st_size == file.size_bytes
+    if not path.is_file():
+        return False
+    found = path.stat()
+    return found.st_size == file.size_bytes and abs(found.st_mtime - file.modified_s) <= CLOSE_S
 
 
 def _remove_left(folder: Path) -> None:
