@@ -265,9 +265,9 @@ def verdict(answers: Sequence[Answer], truths: Sequence[Answer], dtype: str) -> 
 
 def tolerated(found: Mapping[str, Any]) -> int:
     """Return how many answers of a case may differ: in bfloat16 as many as a plain engine's own if
-    it takes other steps; none in float32.
+    it computes their first tokens as a part of the prompt; none in float32.
 
     Args:
         found: a family's results.
     """
-    return int(found.get("plain", {}).get("other_steps", {}).get("differing", 0))
+    return int(found.get("plain", {}).get("continued", {}).get("differing", 0))

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.families.cases import FIRST_TOKEN
 from benchmarks.kvstore.child import serve
 
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 AT_ONCE = 128
 """Requests that an engine computes at once."""
 CHANNELS = "vllm:headrace_kv_blocks", "vllm:headrace_transfers"
@@ -57,6 +57,8 @@ class Engines:
             Facts: `block` in tokens, `layers` of a stored block and its `block_bytes`, `groups` of
             the cache, `no_store` and `no_prefix_cache`: why there is none; `lora`: whether vLLM's
             class takes adapters; and the techniques that are `unsupported`, with the reasons.
+            Only `no_drafts`, if it is asked to draft and a replica would not let it; it does not
+            start then.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
         from vllm.model_executor.models.interfaces import supports_lora
@@ -66,7 +68,7 @@ class Engines:
         from headrace_decode.llm.engine_classes import choose_engine_classes
         from headrace_engine.vllm.kv_cache import iter_layer_specs
         from headrace_engine.vllm.platforms import cpu_arguments, why_no_prefix_cache
-        from headrace_engine.vllm.recurrent_models import leave_out_store
+        from headrace_engine.vllm.recurrent_models import leave_out_store, why_no_speculation
 
         self.close()
         # MultiConnector takes statistics for mappings, as they are between two processes.
@@ -76,6 +78,8 @@ class Engines:
         config = engine_config(model, arguments)
         if changed := cpu_arguments(config):
             config = engine_config(model, arguments | changed)
+        if extensions and (why := why_no_speculation(config)) is not None:
+            return {"no_drafts": why}
         no_store = leave_out_store(config)
         if extensions and (why := choose_engine_classes(config)) is not None:
             raise RuntimeError(why)

@@ -60,8 +60,10 @@ DRAFT_TOKENS, BEFORE_KILL = 4, 6
 """Tokens of each answer before its engine is killed, at least."""
 PATIENCE_S = 60.0
 KV_SPACE_GIB = "1"
-STEP_TOKENS, OTHER_STEP = "max_num_batched_tokens", 256
-"""In bfloat16, a plain engine with other steps gives other answers; so many may be given here."""
+
+
+class Refused(Exception):
+    """The app does not do it with this family; the message says why."""
 
 
 class Machine:
@@ -238,14 +240,24 @@ class Trial:
             found |= verdict(self._answers(again), self._truths, self._family.dtype)
             found["local"] = again["local"]
             if self._family.dtype != "float32":
-                self._start(self._decode, extensions=False, options={STEP_TOKENS: OTHER_STEP})
-                other = self._answers(self._ask(self._decode, "plain"))
-                found["other_steps"] = verdict(other, self._truths, self._family.dtype)
+                found["continued"] = self._continued()
         except RuntimeError as error:
             found["error"] = _first_line(error)
             self._decode.restart()
         self._report(f"plain vLLM: {found}")
         return found
+
+    def _continued(self) -> dict[str, Any]:
+        """Have plain vLLM compute the first tokens of its answers as a part of the prompts, by its
+        kernels for prompts in place of those for answers, and continue them."""
+        first = BEFORE_KILL
+        known = zip(self._prompts, self._truths, strict=True)
+        prompts = [[*prompt, *truth.tokens[:first]] for prompt, truth in known]
+        told = self._ask(
+            self._decode, "continued", prompts=prompts, max_tokens=ANSWER_TOKENS - first
+        )
+        rest = [Answer(*(part[first:] for part in truth)) for truth in self._truths]
+        return verdict(self._answers(told), rest, self._family.dtype)
 
     def _techniques(self) -> None:
         """Ask an engine with all techniques which of them it does not do."""
@@ -267,7 +279,10 @@ class Trial:
         self._report(f"not supported: {self._facts['unsupported']}")
 
     def _open(self) -> None:
-        """Start both engines as the app's are, and their nodes."""
+        """Start both engines as the app's are, each in a process that had no other, and their
+        nodes: vLLM chooses the order of states for the first engine of a process."""
+        for machine in (self._prefill, self._decode):
+            machine.restart()
         with ThreadPoolExecutor() as pool:
             facts = list(pool.map(self._open_one, (self._prefill, self._decode)))
         self._facts["no_store"] = facts[0]["no_store"]
@@ -297,6 +312,8 @@ class Trial:
             }
             if why := why_another_way(case, lengths, block, hit, told["events"]):
                 found["error"] = why
+        except Refused as why_not:
+            found = {"refused": str(why_not)}
         except RuntimeError as error:
             found = {"error": _first_line(error)}
             if case.name == "drafting" and (why := self._plain_drafting_error()) is not None:
@@ -382,7 +399,8 @@ class Trial:
     def _drafted(self) -> dict[str, Any]:
         drafting = engine_arguments(DRAFT_TOKENS, mode=f"static:{DRAFT_TOKENS}")
         del drafting["worker_cls"]
-        self._start(self._prefill, options=drafting)
+        if why := self._start(self._prefill, options=drafting).get("no_drafts"):
+            raise Refused(why)
         self._ask(self._prefill, "f")
         self._prefill.child.do("forget")
         return self._ask(self._prefill, "f")

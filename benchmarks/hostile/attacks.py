@@ -186,7 +186,10 @@ def _malformed(model: str) -> Iterator[Request]:
     for count in (40, 16_000):
         empty = [{"role": "user", "content": None}] * count
         asked += [
-            (f"{count:,} items", RESPONSES, {"input": [input_said] * count}),
+            (
+                *(f"{count:,} items", RESPONSES),
+                {"input": [input_said] * count, "max_output_tokens": 1},
+            ),
             (f"{count:,} messages", CHAT, {"messages": [said] * count}),
             (f"{count:,} malformed items", RESPONSES, {"input": [image] * count}),
             (f"{count:,} empty items", RESPONSES, {"input": [{}] * count}),

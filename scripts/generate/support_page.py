@@ -254,13 +254,14 @@ def _answers(families: Mapping[str, Any]) -> list[str]:
             ]
         )
     lines += _table(heads, rows)
-    steps = [f for f in families.values() if "other_steps" in f.get("plain", {})]
-    for found in steps:
-        other = found["plain"]["other_steps"]
+    for found in families.values():
+        if (other := found.get("plain", {}).get("continued")) is None:
+            continue
         lines.append(
             f"\n{found['title']} runs in bfloat16. Plain vLLM itself gives {other['differing']} "
-            f"other answers of {other['answers']}, and {other['ties']} ties, if its steps have "
-            "other lengths. No more may differ in a case."
+            f"other answers of {other['answers']}, and {other['ties']} ties, if it is given its "
+            "answers' first tokens as a part of the prompts, since its kernels for prompts and "
+            "for answers round differently. No more may differ in a case."
         )
     limits = [f for f in families.values() if f["limit"]]
     if limits:

@@ -140,7 +140,7 @@ def test_a_run_is_wrong_if_answers_differ_a_case_fails_or_blocks_leak() -> None:
     found["cases"]["store hit"] = right | {"error": "it ended"}
     found["leaked_blocks"]["decode"] = 2
     assert len(faults(found)) == 3
-    found["plain"] = {"other_steps": {"differing": 3}}
+    found["plain"] = {"continued": {"differing": 3}}
     assert len(faults(found)) == 2, "as many differ in plain vLLM"
 
 

@@ -202,6 +202,18 @@ async def test_a_fault_behind_many_items_is_answered_while_the_event_loop_turns(
     assert turns > 10
 
 
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"input": ' + b"{" * 200, b"{}" * 200])
+async def test_a_long_body_that_is_no_json_is_answered_as_a_short_one(
+    bounded: FastAPI, body: bytes
+) -> None:
+    headers = {"content-type": "application/json"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(bounded), base_url="http://x"
+    ) as client:
+        answer = await client.post(RESPONSES, content=body, headers=headers)
+    assert answer.status_code == 400
+
+
 def test_threads_work_one_at_a_time_and_in_turns() -> None:
     turns, working, order = Turns(), [0], list[int]()
 

@@ -124,14 +124,15 @@ class LongValidation:
             FOUND.reset(before)
 
     def _validate(self, path: str, body: bytes) -> Found | None:
+        """Return what is found; None for any error but pydantic's, which the route meets again and
+        answers in its own way."""
         try:
             value = json.loads(body)
-        except ValueError:
-            return None  # the route says what is wrong with it
-        try:
             return Found(self._turns.work(lambda: self._validators[path](value)))
         except ValidationError as error:
             return Found(faults=error)
+        except Exception:
+            return None
 
 
 def _is_json(scope: Message) -> bool:
