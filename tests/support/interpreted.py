@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +52,20 @@ def _run(tests: tuple[str, ...]) -> tuple[Costs, str]:
     log = done.stdout + done.stderr
     assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), log[-5000:]
     return Costs(**json.loads(report.read_text())), log
+
+
+def compile_for_cards(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+    """Compile a kernel to machine code of an H100.
+
+    Args:
+        types: Triton's types of arguments by name; others are numbers.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = types | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
+from tests.support.interpreted import (
+    INTERPRETED,
+    compile_for_cards,
+    inside,
+    outside,
+    pass_in_the_interpreter,
+)
 
 pytest.importorskip("triton")
 
@@ -35,9 +39,11 @@ def test_kernels_compile_for_cards() -> None:
     of_page = {"TOKENS": 16, "DIM": 128, "COORDINATES": 20}
     scoring = of_page | {"GROUP": 4, "GROUP_PADDED": 16, "PADDED": 32, "PAGES": 16}
     making = {"PADDED": 16, "WIDE": False, "ROUNDS": 3, "PRODUCTS": 4}
-    _compile(summaries._refresh, of_page | making)
-    _compile(page_selection._score, scoring)
-    _compile(page_selection._choose, {"GROUP": 4, "FIRST": 1, "LAST": 1, "SIZE": 1024})
+    compile_for_cards(summaries._refresh, TYPES | PAGES_64 | FOUND_FP32, of_page | making)
+    compile_for_cards(page_selection._score, TYPES | FOUND_FP32, scoring)
+    choosing = {"GROUP": 4, "FIRST": 1, "LAST": 1, "SIZE": 1024}
+    for places in (True, False):
+        compile_for_cards(page_selection._choose, TYPES, choosing | {"PLACES": places})
 
 
 TYPES = {
@@ -46,24 +52,11 @@ TYPES = {
         ("scales", "origin", "into", "back", "weights", "logits"),
         "*fp32",
     ),
-    **dict.fromkeys(("counts", "chosen", "newest"), "*i32"),
+    **dict.fromkeys(("counts", "chosen", "newest", "pages", "found"), "*i32"),
     **{"codes": "*u8", "sums": "*i64", "scale": "fp32"},
 }
-
-
-def _compile(kernel: Any, constants: dict[str, Any]) -> None:
-    """To machine code of an H100."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = TYPES | {"pages": "*i64" if "WIDE" in constants else "*i32"}
-    types["found"] = "*i32" if "SIZE" in constants else "*fp32"
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=values)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+PAGES_64 = {"pages": "*i64", "slots": "*i64"}
+FOUND_FP32 = {"found": "*fp32"}
 
 
 @inside

@@ -55,13 +55,44 @@ def tables(
     Raises:
         ValueError: rows have more than `MAX_PAGES` pages.
     """
-    rows, heads, _ = query.shape
-    kv_heads, n = summaries.codes.shape[0], pages.shape[1]
+    logits = scores(summaries, query, pages, counts, scale)
+    return _chosen(logits, pages, counts, chosen, newest, heads_apart, most, places=True)
+
+
+def positions(
+    summaries: DeviceSummaries,
+    query: Tensor,
+    pages: Tensor,
+    counts: Tensor,
+    chosen: Tensor,
+    scale: float,
+    most: int,
+) -> Tensor:
+    """Return the positions of the chosen pages in each row's context: int32 [rows, kv_heads, most].
+
+    Args:
+        pages: int [rows, n], index of the summary of each full page before the newest, in order.
+        summaries, query, counts, chosen, scale, most: as for `tables`, which chooses the same.
+    """
+    logits = scores(summaries, query, pages, counts, scale)
+    return _chosen(logits, pages, counts, chosen, counts, 1, most, places=False)
+
+
+def _chosen(
+    logits: Tensor,
+    pages: Tensor,
+    counts: Tensor,
+    chosen: Tensor,
+    newest: Tensor,
+    heads_apart: int,
+    most: int,
+    places: bool,
+) -> Tensor:
+    rows, kv_heads, group, n = logits.shape
     if n > MAX_PAGES:
         raise ValueError(f"rows have {n} pages, must be at most {MAX_PAGES}")
     size = triton.next_power_of_2(max(n, 2))
-    found = torch.zeros((rows, kv_heads, most), dtype=torch.int32, device=query.device)
-    logits = scores(summaries, query, pages, counts, scale)
+    found = torch.zeros((rows, kv_heads, most), dtype=torch.int32, device=logits.device)
     _choose[rows, kv_heads](
         logits,
         pages,
@@ -73,10 +104,11 @@ def tables(
         heads_apart,
         n,
         most,
-        GROUP=heads // kv_heads,
+        GROUP=group,
         FIRST=SINKS,
         LAST=RECENT - 1,
         SIZE=size,
+        PLACES=places,
         num_warps=min(32, max(4, size // 1024)),
     )
     return found
@@ -247,8 +279,10 @@ def _choose(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     SIZE: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
-    """Choose from all pages of one row and KV head, and write their table."""
+    """Choose from all pages of one row and KV head, and write their places in the cache, or their
+    positions in the row's context."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, wanted = tl.load(counts + row), tl.load(chosen + row) - 1
     at = tl.arange(0, SIZE)
@@ -274,7 +308,11 @@ def _choose(
     missing = wanted - tl.sum(above.to(tl.int32), 0)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
     place = tl.cumsum(taken.to(tl.int32), 0) - 1
-    page = tl.load(pages + row * pages_row + at, there, 0)
     into = found + of_row * most
-    tl.store(into + place, (page * heads_apart + head).to(tl.int32), taken)
-    tl.store(into + wanted, (tl.load(newest + row) * heads_apart + head).to(tl.int32))
+    if PLACES:
+        page = tl.load(pages + row * pages_row + at, there, 0)
+        tl.store(into + place, (page * heads_apart + head).to(tl.int32), taken)
+        tl.store(into + wanted, (tl.load(newest + row) * heads_apart + head).to(tl.int32))
+    else:
+        tl.store(into + place, at, taken)
+        tl.store(into + wanted, count)

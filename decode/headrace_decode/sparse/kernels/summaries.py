@@ -62,12 +62,13 @@ class DeviceSummaries:
     def nbytes(self) -> int:
         return sum(one.nbytes for one in (self.codes, self.scales, self.sums))
 
-    def refresh(self, cache: HeadCache, pages: Tensor) -> None:
+    def refresh(self, cache: HeadCache, pages: Tensor, slots: Tensor | None = None) -> None:
         """Bring the summaries of pages up to date.
 
         Args:
             cache: cache of the layer; its keys are finite.
-            pages: int64 [n], each below the capacity; a negative one is left out.
+            pages: int64 [n], blocks of the cache; a negative one is left out.
+            slots: int64 [n], index of each page's summary, below the capacity; None: the pages.
         """
         if not len(pages):
             return
@@ -75,6 +76,7 @@ class DeviceSummaries:
         _refresh[len(pages), kv_heads](
             cache.keys,
             pages,
+            pages if slots is None else slots,
             self.codes,
             self.scales,
             self.sums,
@@ -100,6 +102,7 @@ class DeviceSummaries:
 def _refresh(
     keys,
     pages,
+    slots,
     codes,
     scales,
     sums,
@@ -130,7 +133,7 @@ def _refresh(
     j = tl.arange(0, PADDED)
     at = (page * heads_apart + head) * place_stride + i[:, None] * token_stride + d[None, :]
     low, high = tl.load(keys + at), tl.load(keys + at + DIM // 2)
-    slot = head.to(tl.int64) * capacity + page
+    slot = head.to(tl.int64) * capacity + tl.load(slots + tl.program_id(0)).to(tl.int64)
 
     number = (i[:, None] * DIM + d[None, :]).to(tl.int64)
     found = _sum(low, number, WIDE) + _sum(high, number + DIM // 2, WIDE)
