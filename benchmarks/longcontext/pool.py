@@ -98,7 +98,7 @@ def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
         "cache": sum(each.numel() * each.element_size() for each in caches),
         "summaries": engine.bound.summary_table.nbytes,
         "buffer": memory.memory.staging_bytes,
-        "host": memory.memory.host.nbytes,
+        "host": memory.memory.host_bytes,
     }
     found = served(engine, engine.prompts(PROMPT, AT_ONCE), SHARE)
     return {"bytes": bytes_, "offloaded": found}

@@ -26,7 +26,7 @@ from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
 from headrace_decode.sparse.engine.sparse_rows import SparseRows
-from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
+from headrace_decode.sparse.offload.offloaded_requests import OffloadedRequests
 from headrace_engine.vllm.attention.layers import CommonAttentionMetadata
 
 SCHEDULER_TOKENS = 128
@@ -82,7 +82,7 @@ class Rig:
         offloading: of requests that are offloaded; request `n` of a batch is named "n".
     """
 
-    offloading: OffloadedRequests | None = None
+    offloading: OffloadedRequests[Any] | None = None
 
     def __init__(
         self,

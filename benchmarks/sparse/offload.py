@@ -75,8 +75,8 @@ class OffloadEngine(Engine):
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def hit_rates(self) -> dict[str, float]:
-        """Return the hit rates over all requests that ended, from the worker's counts."""
-        seen = self.offloading
+        """Return the hit rates over all requests, from the worker's counts."""
+        seen = self.offloading.memory
         warm = 1 - (seen.missed - seen.cold) / max(seen.asked - seen.cold, 1)
         return {"hit_rate": warm, "hit_rate.with_first_steps": 1 - seen.missed / max(seen.asked, 1)}
 

@@ -5,6 +5,8 @@ What has left the cache is overwritten with NaN, so nothing can be read from the
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +15,9 @@ from torch import Tensor
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
+from headrace_decode.sparse.offload.cpu_memory import CpuTieredMemory
 from headrace_decode.sparse.offload.host_pool import HostPool
-from headrace_decode.sparse.offload.offloaded_request import TieredCache
-from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
+from headrace_decode.sparse.offload.offloaded_requests import OffloadedRequests
 
 BF16 = Shape()
 PAGE, PER = 32, 4
@@ -36,10 +38,9 @@ class OffloadingRig(Rig):
         keys = self.impl.sparse.keys  # type: ignore[attr-defined]
         self.summary_table = PageSummaryTable([keys], None, host_blocks * PER)
         self.impl.sparse = SparseLayer(keys, self.summary_table.summaries[0])  # type: ignore[attr-defined]
-        self.host = HostPool([keys], host_blocks, PER)
-        self.offloading = OffloadedRequests(
-            TieredCache([keys], self.host, self.summary_table, host_blocks * PER), 128
-        )
+        self.host = HostPool(host_blocks, PER)
+        self.memory = CpuTieredMemory([keys], self.host, self.summary_table, host_blocks * PER)
+        self.offloading = OffloadedRequests(self.memory)
         if slots:
             empty = torch.zeros(slots * 128, BF16.kv_heads, BF16.head_dim, dtype=BF16.dtype)
             self.slots = (self.write(empty, empty)[::PER] // PER).tolist()
@@ -56,7 +57,7 @@ class OffloadingRig(Rig):
         """The request is offloaded."""
         assert self.offloading is not None
         self.offloading.begin_step((), {"0": self.slots})
-        self.held = self.offloading._held["0"]
+        self.held: Any = self.offloading["0"]
 
     def put(self, request: Request) -> Tensor:
         """Its KV was computed by the steps before; its table."""
@@ -150,9 +151,8 @@ def test_an_answer_grows_over_many_blocks_and_little_is_waited_for() -> None:
             found, wanted = rig.step([one], tables[0]), inside.step([one], tables[1])
         assert torch.equal(found, wanted), n
         rig.leave(table, n)
-    held = rig.held
-    assert held.copied == 2996 // 128 * PER and held.asked > 0
-    assert held.missed < 0.2 * held.asked
+    assert rig.held.copied == 2996 // 128 * PER and rig.memory.asked > 0
+    assert rig.memory.missed < 0.2 * rig.memory.asked
 
 
 def test_what_has_no_working_set_attends_to_everything() -> None:
@@ -162,7 +162,7 @@ def test_what_has_no_working_set_attends_to_everything() -> None:
 
 
 def test_until_its_summaries_are_made_a_row_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_decode.sparse.offload.offloaded_rows.STEP_WORK", 20)
+    monkeypatch.setattr("headrace_decode.sparse.offload.offloaded_requests.STEP_WORK", 20)
     request, rig = random_sequence(BF16, LONG, share=SHARE), OffloadingRig()
     table, expected = rig.put(request), plain([request])
     found = [torch.equal(rig.step([request], [table]), expected) for _ in range(6)]
@@ -213,8 +213,8 @@ def test_pages_that_are_not_chosen_are_not_read() -> None:
     request, rig = random_sequence(BF16, LONG, share=SHARE), OffloadingRig()
     table = rig.put(request)
     wanted = of_steps(rig, [request], [table])
-    inside = rig.held._working.pages_in(0)  # type: ignore[union-attr]
+    inside = rig.held._working.pages_in(0)
     unused = np.setdiff1d(np.arange(rig.held.gone), inside[inside >= 0])
     assert len(unused)
-    rig.host.layers[0].cache[torch.from_numpy(rig.held.pages[unused])] = torch.nan
+    rig.memory.host_layers[0].cache[torch.from_numpy(rig.held.pages[unused])] = torch.nan
     assert torch.equal(rig.step([request], [table]), wanted)

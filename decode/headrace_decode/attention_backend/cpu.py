@@ -24,7 +24,9 @@ from headrace_decode.compression.engine.compressed_attention import CompressedSt
 from headrace_decode.compression.engine.context_scorer import ScoringRow
 from headrace_decode.compression.engine.incremental import IncrementalRow
 from headrace_decode.sparse.engine.attention import SelectingRow, SparseLayer, SparseRow, SparseStep
-from headrace_decode.sparse.offload.offloaded_rows import StagedRow, StagedStep
+from headrace_decode.sparse.offload.cpu_memory import CpuTieredMemory
+from headrace_decode.sparse.offload.cpu_rows import OffloadedRow, StagedStep
+from headrace_decode.sparse.offload.offloaded_requests import StagedPlan
 from headrace_engine.vllm.attention.cpu import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -115,8 +117,10 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             )
         if staged:
             assert RUNTIME.offloading is not None
+            memory = RUNTIME.offloading.memory
+            assert isinstance(memory, CpuTieredMemory)
             call = partial(schedule, kv_heads=self.num_kv_heads, **facts)
-            made.staged = StagedStep(staged, RUNTIME.offloading.memory, call, attention)
+            made.staged = StagedStep(staged, memory, step[-1], call, attention)
         if dropped:
             assert RUNTIME.compression is not None
             call = partial(scheduled_attention, partial(schedule, kv_heads=1, **facts))
@@ -126,19 +130,23 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
 
     def _rows(
         self, count: int, starts: Any, lengths: Any, tables: Any
-    ) -> tuple[list[SelectingRow], list[StagedRow]]:
-        """Return the sparse and the staged rows; arguments as for
-        `AttentionRuntime.offloaded_rows`."""
+    ) -> tuple[list[SelectingRow], list[StagedPlan]]:
+        """Return the sparse and the staged rows.
+
+        Args:
+            count, starts, lengths: as for `AttentionRuntime.sparse_rows`.
+            tables: int [rows, most pages], blocks of the kernel.
+        """
 
         def refresh(row: int, first: int, last: int, budget: int) -> tuple[int, int]:
             assert RUNTIME.summary_table is not None
             return RUNTIME.summary_table.refresh(tables[row, first:last].astype(np.int64), budget)
 
-        sparse, staged = RUNTIME.offloaded_rows(count, starts, lengths, tables)
+        sparse, staged = RUNTIME.offloaded_rows(count, starts, lengths, refresh)
         plans = RUNTIME.sparse_rows(count, starts, lengths, refresh)
         rows: list[SelectingRow] = [
             *(SparseRow.of(plan, tables[plan.row]) for plan in plans),
-            *sparse,
+            *(OffloadedRow.of(each, tables[each.plan.row]) for each in sparse),
         ]
         return sorted(rows, key=lambda each: each.row), staged
 
@@ -163,7 +171,7 @@ def scheduled_attention(
 
 def _step_arrays(common: CommonAttentionMetadata) -> tuple[int, Any, Any, Any]:
     """Return the number of rows, their starts, KV and blocks, as
-    `AttentionRuntime.offloaded_rows` takes them."""
+    `AttentionRuntime.compressed_rows` takes them."""
     starts, lengths = common.query_start_loc.numpy(), common.seq_lens.numpy()
     return common.num_reqs, starts, lengths, common.block_table_tensor.numpy()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,11 @@ from headrace_decode.compression.engine.context_scorer import ScoringRow
 from headrace_decode.compression.engine.incremental import IncrementalRow
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
 from headrace_decode.sparse.engine.sparse_rows import RefreshSummaries, RowPlan, SparseRows
-from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests, OffloadedRow, StagedRow
+from headrace_decode.sparse.offload.offloaded_requests import (
+    OffloadedPlan,
+    OffloadedRequests,
+    StagedPlan,
+)
 
 logger = logging.getLogger("headrace.sparse")
 
@@ -43,7 +48,7 @@ class AttentionRuntime:
         self.in_step = False
         self.sparse_row_count = 0
         self.summary_table: PageSummaryTable | None = None
-        self.offloading: OffloadedRequests | None = None
+        self.offloading: OffloadedRequests[Any] | None = None
         self.compression: CompressionWorker | None = None
         self.lost: set[str] = set()
         self._rows: SparseRows | None = None
@@ -111,21 +116,18 @@ class AttentionRuntime:
         count: int,
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
-        tables: NDArray[np.integer],
-    ) -> tuple[list[OffloadedRow], list[StagedRow]]:
+        refresh: RefreshSummaries,
+    ) -> tuple[list[OffloadedPlan], list[StagedPlan]]:
         """Return the offloaded rows of the step in progress; none if there is no step.
 
-        Only `offloading` knows where their KV is, so an error here ends their requests.
-
-        Args:
-            count, starts: as for `sparse_rows`.
-            kv_tokens, tables: as for `OffloadedRequests.select_rows`.
+        Only `offloading` knows where their KV is, so an error here ends their requests. Arguments
+        as for `sparse_rows`.
         """
         if not self.offloading or self._batch is None or not self.in_step:
             return [], []
         batch = self._batch()
         try:
-            return self.offloading.select_rows(_whole(batch, count), starts, kv_tokens, tables)
+            return self.offloading.select_rows(_whole(batch, count), starts, kv_tokens, refresh)
         except Exception:
             self._lose(row.request_id for row in batch if row.request_id in self.offloading)
             return [], []
@@ -136,8 +138,13 @@ class AttentionRuntime:
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
     ) -> tuple[list[CompressedRow], list[ScoringRow | IncrementalRow]]:
-        """Return the rows whose contexts have dropped KV, and the rows whose queries count;
-        arguments and errors as for `offloaded_rows`."""
+        """Return the rows whose contexts have dropped KV, and the rows whose queries count; errors
+        as for `offloaded_rows`.
+
+        Args:
+            count, starts, kv_tokens: as for `sparse_rows`.
+            tables: int [rows, most pages], blocks of the kernel.
+        """
         if not self.compression or self._batch is None or not self.in_step:
             return [], []
         batch = self._batch()

@@ -29,9 +29,9 @@ from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
 from headrace_decode.sparse.engine.sparse_rows import SparseRows
+from headrace_decode.sparse.offload.cpu_memory import CpuTieredMemory
 from headrace_decode.sparse.offload.host_pool import HostPool
-from headrace_decode.sparse.offload.offloaded_request import TieredCache
-from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
+from headrace_decode.sparse.offload.offloaded_requests import OffloadedRequests
 from headrace_decode.techniques import COMPRESSION, OFFLOADING, SPARSE
 from headrace_engine.extensions.extension import WorkerPart, metadata_of
 from headrace_engine.extensions.scheduler import why_no_extensions
@@ -280,16 +280,15 @@ class AttentionWorkerPart(WorkerPart):
         if self._rope is not None:
             self._bind_compression(modules, self._rope, runner.blocks, KvOrder.VEC)
         if self.host_blocks:
-            host = HostPool(keys, self.host_blocks, block_pages)
+            host = HostPool(self.host_blocks, block_pages)
             longest = self._worker.vllm_config.model_config.max_model_len
             most = -(-longest // block_tokens) * block_pages
-            RUNTIME.offloading = OffloadedRequests(
-                TieredCache(keys, host, summary_table, most), block_tokens
-            )
+            memory = CpuTieredMemory(keys, host, summary_table, most)
+            RUNTIME.offloading = OffloadedRequests(memory)
             logger.info(
                 "KV may leave the cache: %.2f GiB of host memory, and a layer's %.0f MB to line up",
-                host.nbytes / GIB,
-                RUNTIME.offloading.memory.staging_bytes / 1e6,
+                memory.host_bytes / GIB,
+                memory.staging_bytes / 1e6,
             )
         logger.info(
             "sparse attention over pages of %d tokens, %s; summaries take up to %.0f MB",
