@@ -54,7 +54,7 @@ RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
 INTERPRETED = taken(
     UNIT,
     *("kv_device_kernels", "sparse_kernels", "sparse_device", "cross_layer_device"),
-    *("compression_device", "page_residency"),
+    *("compression_device", "page_residency", "sparse_device_offload"),
 )
 KERNELS = [
     taken(

@@ -23,6 +23,7 @@ from headrace_decode.sparse.engine.cuda_step import CudaLayer
 from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+from headrace_decode.sparse.offload.offloaded_requests import OffloadedRequests
 from headrace_decode.sparse.page_scores import score_pages
 from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
@@ -52,7 +53,12 @@ class Rig:
         sparse: ours; vLLM's own otherwise.
         order: of the cache's axes in memory.
         step_pages: that a step may summarise.
+
+    Attributes:
+        offloading: of requests that are offloaded; request `n` of a batch is named "n".
     """
+
+    offloading: OffloadedRequests[Any] | None = None
 
     def __init__(
         self,
@@ -131,6 +137,7 @@ class Rig:
             lambda: [BatchRow(str(n), s.share, s.prompt_tokens) for n, s in enumerate(batch)],
         )
         RUNTIME.page_tokens, RUNTIME.in_step = PAGE, True
+        RUNTIME.offloading = self.offloading
         try:
             made = self.builder.build(0, common)
         finally:

@@ -182,6 +182,7 @@ class Engine:
             block_size=block,
             max_model_len=longest,
             max_num_batched_tokens=batch,
+            max_num_seqs=min(batch, 256),
             num_gpu_blocks_override=blocks,
             disable_log_stats=False,
             **(told if sparse else {}),

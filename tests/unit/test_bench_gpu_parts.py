@@ -150,7 +150,7 @@ class TestRun:
         ("options", "message"),
         [
             (["--resume", "state.json"], "error: --resume: state.json: "),
-            (["--only", "offload"], "error: --only: offload cannot run: "),
+            (["--only", "compression"], "error: --only: compression cannot run: "),
         ],
     )
     def test_what_cannot_be_used_is_told_before_anything_runs(

@@ -18,12 +18,14 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.utils import select_common_block_size
 
 pytest.importorskip("triton")
 
 from headrace_decode.attention.batch import BatchRow, batch_row
 from headrace_decode.attention.calibration_file import ModelShape
+from headrace_decode.attention.offload.block_manager import OffloadSpec
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import cuda_runtime, worker
 from headrace_decode.attention_backend.cuda import SparseBackend, SparseBuilder, SparseImpl
@@ -33,6 +35,9 @@ from headrace_decode.attention_backend.runtime import RUNTIME
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.kernels.page_selection import MAX_PAGES
+from headrace_decode.sparse.summaries import RANK_BESIDE
+from headrace_decode.sparse.summary_layout import SummaryLayout
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.vllm.attention import cuda as attention_cuda
 from headrace_engine.vllm.worker import FollowedRows
@@ -178,9 +183,6 @@ def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
         new: Any = (), tokens: Any = (), gone: Any = (), preempted: Any = None, more: Any = ()
     ) -> Any:
         return SimpleNamespace(
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[name for name, _ in more], new_block_ids=[blocks for _, blocks in more]
-            ),
             scheduled_new_reqs=[
                 SimpleNamespace(
                     req_id=name,
@@ -190,6 +192,9 @@ def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
                 )
                 for name, share in new
             ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[name for name, _ in more], new_block_ids=[blocks for _, blocks in more]
+            ),
             num_scheduled_tokens=dict(tokens),
             finished_req_ids=set(gone),
             preempted_req_ids=preempted,
@@ -258,6 +263,8 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 class PlainWorker:
     """Stands for vLLM's."""
 
+    device = "cpu"
+
     def __init__(self, settings: SparseSettings) -> None:
         self.vllm_config = config()
         self.vllm_config.additional_config = settings.additional_config()
@@ -296,12 +303,79 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_worker_on_a_gpu_takes_the_custom_backend_and_leaves_memory_to_summaries(
     file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = Worker(SparseSettings(calibration=file, offload_gib=4))
+    one = Worker(SparseSettings(calibration=file))
     one.load_model()
     assert one.backend is AttentionBackendEnum.CUSTOM
     assert 0.93 * 2**33 < one.determine_available_memory() < 0.97 * 2**33
     assert list(one.get_kv_cache_spec()) == ["layer"]
-    assert "offload_gib: KV stays in the cache: this engine does not run on a CPU" in caplog.text
+    assert not caplog.text
+
+
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float16)
+
+
+@pytest.fixture
+def offloading(file: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a worker that offloads so many GiB."""
+    monkeypatch.setattr(worker, "attention_modules", lambda config, specs: [])
+    monkeypatch.setattr(PlainWorker, "get_kv_cache_spec", lambda self: {"0": SPEC, "1": SPEC})
+
+    def make(gib: float) -> Any:
+        one = Worker(SparseSettings(calibration=file, offload_gib=gib))
+        one.vllm_config.scheduler_config = SimpleNamespace(
+            get_scheduler_cls=lambda: ExtensibleScheduler
+        )
+        one.load_model()
+        return one
+
+    return make
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_worker_on_a_gpu_offloads_and_leaves_memory_to_what_that_takes(
+    offloading: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    one, plain = offloading(1.0), offloading(0.0)
+    specs = one.get_kv_cache_spec()
+    assert {type(spec) for spec in specs.values()} == {OffloadSpec} and not caplog.text
+    assert {type(spec) for spec in plain.get_kv_cache_spec().values()} == {FullAttentionSpec}
+    [part] = one.parts
+    host_pages = 2**30 // (2 * SPEC.page_size_bytes)
+    assert part.host_blocks == host_pages
+    taken = plain.determine_available_memory() - one.determine_available_memory()
+    summary = SummaryLayout(32, 32, RANK_BESIDE, 8).nbytes
+    least = 2 * host_pages * 2 * summary + 2 * 4096 * SPEC.page_size_bytes
+    assert least < taken < 1.5 * least, "summaries, and two buffers of a layer"
+    order = inspect.getsource(find("vllm.v1.engine.core:EngineCore._initialize_kv_caches", BACKEND))
+    assert order.index("get_kv_cache_specs()") < order.index("determine_available_memory()"), (
+        "the bytes of the cache depend on the specs"
+    )
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_host_memory_that_the_gpu_cannot_reach_is_named_and_kv_stays_in_the_cache(
+    offloading: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(size_bytes: int, device: torch.device) -> torch.Tensor:
+        raise MemoryError(f"{size_bytes} bytes of host memory cannot be registered")
+
+    monkeypatch.setattr(worker, "allocate_pinned", fails)
+    one = offloading(1.0)
+    assert one.get_kv_cache_spec() == {"0": SPEC, "1": SPEC}
+    assert "1073741824 bytes of host memory cannot be registered" in caplog.text
+    assert list(one.headrace_unsupported()) == ["offload"]
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_offloading_that_leaves_no_memory_for_kv_ends_the_start_by_name(
+    offloading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainWorker, "determine_available_memory", lambda self: 2**26)
+    one = offloading(1.0)
+    one.get_kv_cache_spec()
+    with pytest.raises(RuntimeError, match="Lower offload_gib or max_model_len"):
+        one.determine_available_memory()
 
 
 @pytest.mark.usefixtures("on_cuda")

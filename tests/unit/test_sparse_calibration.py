@@ -21,9 +21,15 @@ from headrace.deploy.sparse_attention import add_sparse_attention
 from headrace_decode.attention import calibration_file as files
 from headrace_decode.attention.calibration_file import CalibrationError, ModelShape
 from headrace_decode.attention.settings import settings_of
-from headrace_decode.attention_backend.worker import bases_for
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
+from headrace_decode.sparse.engine.calibration import (
+    KIND,
+    Calibration,
+    bases_for,
+    read,
+    read_bases,
+    write,
+)
 from headrace_engine.connector.identity.engine_identity import SPARSE_SETTINGS_KEY
 from headrace_lab.sparse.calibrate import min_share
 

@@ -122,7 +122,7 @@ def test_a_card_gives_layers_their_summaries_of_memory_that_the_cache_leaves() -
     assert 0.99 * 10**6 < blocks * page + summaries.nbytes <= 10**6
     module: Any = SimpleNamespace(kv_cache=rig.cache, impl=rig.impl)
     before = rig.cache.clone()
-    assert mine.bind([module]) == rig.impl.sparse.summaries.nbytes
+    assert mine.bind([module]) == (rig.impl.sparse.summaries.nbytes, None)
     assert torch.equal(before, rig.cache)
     with pytest.raises(ValueError, match="16 tokens"):
         cuda_runtime.CudaSparseRuntime([rig.basis], 32, device.SHAPE.heads, 40).bind([module])

@@ -3,8 +3,9 @@ compiled kernels.
 
 Their memory is a part of the memory that vLLM found for the KV cache:
 
-    summaries   for all pages of the cache, used or not
-    scratch     for the sparse rows that are computed together, with the longest KV
+    summaries   for all pages of the cache, used or not, and of host memory
+    scratch     for the rows that are computed together, with the longest KV
+    offloading  which pages are in slots, and buffers for the pages of a layer
     copies      for one context of the longest length that is scored, fitted and dropped
 """
 
@@ -33,6 +34,13 @@ from headrace_decode.sparse.kernels.attention import DecodeRows, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.kernels.page_selection import MAX_PAGES
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+from headrace_decode.sparse.offload.device_memory import (
+    BUFFERS,
+    RESIDENCY_BYTES,
+    DeviceTieredMemory,
+)
+from headrace_decode.sparse.offload.device_rows import warm
+from headrace_decode.sparse.offload.host_pool import HostPool
 from headrace_decode.sparse.summaries import RANK_BESIDE
 from headrace_decode.sparse.summary_layout import SummaryLayout
 from headrace_engine.vllm.attention.cuda import register_cuda_backend, unsupported_cuda_engine
@@ -149,40 +157,81 @@ class CudaSparseRuntime:
         dim = self.bases[0].into.shape[1]
         return 4 * ROWS_AT_ONCE * self.heads * (padded(self.max_pages) + SEGMENTS * (dim + 2))
 
-    def cache_bytes(self, available: int, spec: Any) -> int:
+    @property
+    def _summary_bytes(self) -> int:
+        """Bytes of a page's summaries in one layer, with their sums."""
+        kv_heads, dim, rank = self.bases[0].into.shape
+        return kv_heads * (SummaryLayout(self.page_tokens, dim, RANK_BESIDE, rank).nbytes + 8)
+
+    def offload_bytes(self, spec: Any, host_pages: int) -> int:
+        """Return the bytes that pages of host memory take on the GPU; 0 if there are none.
+
+        Args:
+            spec: vLLM's spec of a layer's cache. host_pages: number of these pages.
+        """
+        if not host_pages:
+            return 0
+        kv_heads = self.bases[0].into.shape[0]
+        page = self._summary_bytes + kv_heads * RESIDENCY_BYTES["host_page"]
+        rows = 4 * ROWS_AT_ONCE * padded(self.max_pages) * (4 * kv_heads + 4)
+        buffers = BUFFERS * self.max_pages * spec.page_size_bytes
+        return len(self.bases) * host_pages * page + rows + buffers
+
+    def cache_bytes(self, available: int, spec: Any, host_pages: int = 0) -> int:
         """Return the bytes that are left to the KV cache.
 
         Args:
             available: bytes that vLLM found for it.
-            spec: vLLM's spec of a layer's cache.
-        """
-        kv_heads, dim, rank = self.bases[0].into.shape
-        summary = SummaryLayout(self.page_tokens, dim, RANK_BESIDE, rank).nbytes + 8
-        ours = kv_heads * summary * spec.block_size // self.page_tokens
-        page = spec.page_size_bytes
-        return max(available - self.scratch_bytes, 0) * page // (page + ours)
+            spec, host_pages: as for `offload_bytes`.
 
-    def bind(self, modules: list[Any]) -> int:
+        Raises:
+            RuntimeError: offloading leaves none.
+        """
+        ours = self._summary_bytes * spec.block_size // self.page_tokens
+        if host_pages:
+            ours += self.bases[0].into.shape[0] * RESIDENCY_BYTES["block"]
+        page, offload = spec.page_size_bytes, self.offload_bytes(spec, host_pages)
+        left = max(available - self.scratch_bytes, 0)
+        if offload and offload >= left:
+            raise RuntimeError(
+                f"techniques.sparse.offload_gib: {host_pages} pages in host memory take "
+                f"{offload / 1e9:.1f} GB of the GPU, which has {left / 1e9:.1f} GB for them and "
+                "the KV cache. Lower offload_gib or max_model_len"
+            )
+        return (left - offload) * page // (page + ours)
+
+    def bind(
+        self, modules: list[Any], pinned: torch.Tensor | None = None, host_pages: int = 0
+    ) -> tuple[int, DeviceTieredMemory | None]:
         """Give each layer's attention its summaries, and compile the kernels. Return the bytes of
-        the summaries.
+        the summaries, and the memory of offloaded requests.
 
         Args:
             modules: vLLM's attention module of each layer, with its KV cache.
+            pinned, host_pages: host memory for KV that leaves the cache, and pages in it; None if
+                no KV does.
 
         Raises:
             ValueError: the kernels cannot read a KV cache of this form.
         """
-        taken = 0
+        made = []
         for module, basis in zip(modules, self.bases, strict=True):
             kv = module.kv_cache
             cache = HeadCache.of(kv)
             if cache.page_tokens != self.page_tokens:
                 raise ValueError(f"its blocks have {cache.page_tokens} tokens")
-            summaries = DeviceSummaries(len(kv), self.page_tokens, basis, str(kv.device))
-            module.impl.sparse = CudaLayer(summaries, cache)
-            taken += summaries.nbytes
-        self._compile(modules[0].impl.sparse, modules[0].kv_cache)
-        return taken
+            capacity = len(kv) + host_pages
+            made.append(DeviceSummaries(capacity, self.page_tokens, basis, str(kv.device)))
+            module.impl.sparse = CudaLayer(made[-1], cache, len(made) - 1)
+        caches = [module.kv_cache for module in modules]
+        self._compile(modules[0].impl.sparse, caches[0])
+        memory = None
+        if pinned is not None:
+            memory = DeviceTieredMemory(
+                caches, made, HostPool(host_pages, 1), pinned, self.max_pages
+            )
+            warm(memory, padded(self.max_pages))
+        return sum(each.nbytes for each in made), memory
 
     def _compile(self, layer: CudaLayer, kv: torch.Tensor) -> None:
         """Run each kernel once, and the choice with each size that a request may have.

@@ -139,11 +139,7 @@ class AttentionRuntime:
         kv_tokens: NDArray[np.integer],
     ) -> tuple[list[CompressedRow], list[ScoringRow | IncrementalRow]]:
         """Return the rows whose contexts have dropped KV, and the rows whose queries count; errors
-        as for `offloaded_rows`.
-
-        Args:
-            count, starts, kv_tokens: as for `sparse_rows`.
-            tables: int [rows, most pages], blocks of the kernel.
+        as for `offloaded_rows`. Arguments as for `sparse_rows`.
         """
         if not self.compression or self._batch is None or not self.in_step:
             return [], []

@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from headrace_decode.attention.batch import BatchRow, batch_row
-from headrace_decode.attention.calibration_file import CalibrationError, ModelShape
+from headrace_decode.attention.calibration_file import ModelShape
 from headrace_decode.attention.cpu_cache import LayerCache
 from headrace_decode.attention.lost_requests import with_lost
 from headrace_decode.attention.offload.block_manager import CompressionSpec, OffloadSpec
@@ -26,12 +29,13 @@ from headrace_decode.compression.engine.metadata import COMPRESSION_KEY, Compres
 from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.attention import SparseLayer
-from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
+from headrace_decode.sparse.engine.calibration import bases_for
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
 from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.offload.cpu_memory import CpuTieredMemory
-from headrace_decode.sparse.offload.host_pool import HostPool
+from headrace_decode.sparse.offload.host_pool import HostPool, host_blocks
 from headrace_decode.sparse.offload.offloaded_requests import OffloadedRequests
+from headrace_decode.sparse.offload.pinned_memory import allocate_pinned
 from headrace_decode.techniques import COMPRESSION, OFFLOADING, SPARSE
 from headrace_engine.extensions.extension import WorkerPart, metadata_of
 from headrace_engine.extensions.scheduler import why_no_extensions
@@ -59,6 +63,7 @@ from headrace_engine.vllm.worker import FollowedRows, RunnerRows, engine_ranks
 
 if TYPE_CHECKING:
     from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
+    from headrace_decode.sparse.offload.device_memory import DeviceTieredMemory
 
 logger = logging.getLogger("headrace.sparse")
 
@@ -90,6 +95,8 @@ class AttentionWorkerPart(WorkerPart):
         self._on_cuda = False
         self._cuda: CudaSparseRuntime | None = None
         """Sparse attention on a CUDA GPU; None on other devices, and if no row is sparse."""
+        self._pinned: Tensor | None = None
+        """Host memory for KV that leaves the cache of a CUDA GPU."""
         self._batch: RunnerRows[BatchRow] | FollowedRows[BatchRow]
         self._blocks: Callable[[str], Sequence[int]]
         self._tells_ranks: list[str] = []
@@ -144,12 +151,11 @@ class AttentionWorkerPart(WorkerPart):
         """
         from headrace_decode.attention_backend import cuda_runtime
 
-        self._unsupported[OFFLOADING] = "this engine does not run on a CPU"
         if why := cuda_runtime.unsupported_engine(config, self._settings.page_tokens):
             return why
         self._cuda, why = cuda_runtime.CudaSparseRuntime.of(config, self._settings)
         if why is not None:
-            self._unsupported[SPARSE] = why
+            self._unsupported |= {SPARSE: why, OFFLOADING: why}
             if self._compression is None and self._settings.mode != "off":
                 return why
             if no_compression := self._why_no_compression(config):
@@ -175,7 +181,7 @@ class AttentionWorkerPart(WorkerPart):
             available = max(available - compression_bytes(config, specs, keep_ratio), 0)
         if self._cuda is None:
             return available
-        return self._cuda.cache_bytes(available, next(iter(specs.values())))
+        return self._cuda.cache_bytes(available, next(iter(specs.values())), self.host_blocks)
 
     def kv_cache_specs(self, specs: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's specs, or specs of layers whose blocks may leave the cache or be dropped if
@@ -200,6 +206,8 @@ class AttentionWorkerPart(WorkerPart):
             why = why or why_drafts_pin(config) or why_no_extensions(config)
             if why is None:
                 blocks, why = host_blocks(specs, self._settings, config)
+            if why is None and self._cuda is not None and self._pinned is None:
+                why = self._allocate_pinned(specs, blocks)
             if why is None:
                 kind, self.host_blocks = OffloadSpec, blocks
             else:
@@ -208,6 +216,15 @@ class AttentionWorkerPart(WorkerPart):
         if kind is FullAttentionSpec:
             return specs
         return {name: replace_as(spec, kind) for name, spec in specs.items()}
+
+    def _allocate_pinned(self, specs: Mapping[str, Any], blocks: int) -> str | None:
+        """Allocate host memory that the GPU reads and writes; or return why that fails."""
+        size_bytes = blocks * sum(spec.page_size_bytes for spec in specs.values())
+        try:
+            self._pinned = allocate_pinned(size_bytes, torch.device(self._worker.device))
+        except MemoryError as error:
+            return str(error)
+        return None
 
     def after_kv_cache(self, kv_cache_config: Any) -> None:
         """Bind the layers to their caches."""
@@ -233,10 +250,12 @@ class AttentionWorkerPart(WorkerPart):
 
     def _bind_cuda(self, modules: list[Any]) -> None:
         rows, runner = None, self._worker.model_runner
-        if (runtime := self._cuda) is not None:
+        if self._cuda is not None:
             try:
-                taken, rows = runtime.bind(modules), runtime.rows()
+                rows = self._bind_cuda_rows(self._cuda, modules)
             except Exception as error:
+                if self.host_blocks:
+                    raise RuntimeError(f"this engine cannot offload KV: {error}") from error
                 logger.debug("sparse attention cannot be bound", exc_info=True)
                 self._unsupported[SPARSE] = why = f"{type(error).__name__}: {error}"
                 if self._rope is None:
@@ -245,16 +264,8 @@ class AttentionWorkerPart(WorkerPart):
                 logger.warning("techniques.sparse: requests attend to all KV: %s", why)
         second = self._worker.vllm_config.use_v2_model_runner
         batch = FollowedRows(batch_row) if second else RunnerRows(runner, batch_row)
-        self._batch = batch
+        self._batch, self._blocks = batch, batch.blocks
         RUNTIME.bind(rows, batch.rows)
-        if runtime is not None and rows is not None:
-            logger.info(
-                "sparse attention over pages of %d tokens on this GPU; of the KV cache's memory "
-                "summaries take %.0f MB, and %.0f MB are left to a step",
-                runtime.page_tokens,
-                taken / 1e6,
-                runtime.scratch_bytes / 1e6,
-            )
         if self._rope is not None:
             from headrace_decode.attention_backend.cuda_runtime import compile_compression
 
@@ -263,6 +274,20 @@ class AttentionWorkerPart(WorkerPart):
             self._bind_compression(modules, self._rope, batch.blocks, KvOrder.JOINED)
             assert RUNTIME.compression is not None
             compile_compression(RUNTIME.compression.head_pages, modules[0].num_heads)
+
+    def _bind_cuda_rows(self, runtime: CudaSparseRuntime, modules: list[Any]) -> SparseRows:
+        """Have rows be sparse on a GPU, and KV leave its cache."""
+        taken, memory = runtime.bind(modules, self._pinned, self.host_blocks)
+        if memory is not None:
+            self._bind_offloading(memory)
+        logger.info(
+            "sparse attention over pages of %d tokens on this GPU; of the KV cache's memory "
+            "summaries take %.0f MB, and %.0f MB are left to a step",
+            runtime.page_tokens,
+            taken / 1e6,
+            runtime.scratch_bytes / 1e6,
+        )
+        return runtime.rows()
 
     def _bind(self, modules: list[Any]) -> None:
         keys = [LayerCache(module.kv_cache) for module in modules]
@@ -283,13 +308,7 @@ class AttentionWorkerPart(WorkerPart):
             host = HostPool(self.host_blocks, block_pages)
             longest = self._worker.vllm_config.model_config.max_model_len
             most = -(-longest // block_tokens) * block_pages
-            memory = CpuTieredMemory(keys, host, summary_table, most)
-            RUNTIME.offloading = OffloadedRequests(memory)
-            logger.info(
-                "KV may leave the cache: %.2f GiB of host memory, and a layer's %.0f MB to line up",
-                memory.host_bytes / GIB,
-                memory.staging_bytes / 1e6,
-            )
+            self._bind_offloading(CpuTieredMemory(keys, host, summary_table, most))
         logger.info(
             "sparse attention over pages of %d tokens, %s; summaries take up to %.0f MB",
             RUNTIME.page_tokens,
@@ -297,6 +316,15 @@ class AttentionWorkerPart(WorkerPart):
             if summary_table.summaries[0].layout.coordinates
             else "without a basis",
             summary_table.nbytes / 1e6,
+        )
+
+    def _bind_offloading(self, memory: CpuTieredMemory | DeviceTieredMemory) -> None:
+        """Have KV leave the cache."""
+        RUNTIME.offloading = OffloadedRequests(memory)
+        logger.info(
+            "KV may leave the cache: %.2f GiB of host memory, and %.0f MB to line up a layer",
+            memory.host_bytes / GIB,
+            memory.staging_bytes / 1e6,
         )
 
     def _bind_compression(
@@ -375,6 +403,8 @@ class AttentionWorkerPart(WorkerPart):
         if not offloading:
             return {}
         offloading.save(metadata.copy_first, self._blocks)
+        if metadata.copy_first:
+            offloading.memory.finish()
         final = final_tokens(step)
         known = {name: before for name, (before, _) in final.items() if offloading.follows(name)}
         offloading.save(known, self._blocks)
@@ -402,19 +432,6 @@ def why_drafts_pin(config: Any) -> str | None:
     return None
 
 
-def host_blocks(
-    specs: dict[str, Any], settings: SparseSettings, config: Any
-) -> tuple[int, str | None]:
-    """Return the number of blocks that host memory holds; or 0, and why it holds too few. Arguments
-    as for `why_blocks_pinned`."""
-    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    blocks = settings.host_blocks(block_bytes, config.parallel_config.tensor_parallel_size)
-    longest = config.model_config.max_model_len
-    if blocks * config.cache_config.block_size < longest:
-        return 0, f"{settings.offload_gib} GiB do not hold a request of {longest} tokens"
-    return blocks, None
-
-
 def rope_of(config: Any, specs: Mapping[str, Any], model: Any) -> tuple[Rope | None, str | None]:
     """Return the rotary embedding of an engine's model; or why queries cannot be turned by it.
 
@@ -426,22 +443,3 @@ def rope_of(config: Any, specs: Mapping[str, Any], model: Any) -> tuple[Rope | N
         return rope_of_model(model_fields(config), model, layers), None
     except RopeError as error:
         return None, str(error)
-
-
-def bases_for(file: Path, config: Mapping[str, Any], page_tokens: int) -> list[Basis] | None:
-    """Read the bases of a calibration; None, with the reason in the log, if it cannot be used.
-
-    Args:
-        config: configuration of the engine's model, as `ModelShape.of` takes it.
-    """
-    try:
-        return read_bases(file, ModelShape.of(config), page_tokens)
-    except CalibrationError as error:
-        logger.warning(
-            "techniques.sparse.calibration: %s cannot be used: %s. This engine attends without a "
-            "basis, and errs more than was calibrated. `%s` makes such a file",
-            file,
-            error,
-            COMMAND,
-        )
-        return None

@@ -149,15 +149,8 @@ class CompressedStep:
         kernel: Kernel,
     ) -> None:
         self._head_pages, self._kernel = head_pages, kernel
-        numbers = np.array([[row.row, row.queries] for row in rows]).T
-        self._rows, self._queries = copy_to_device(numbers, tables.device)
         most = MAX_ENTRIES // (head_pages.layers * head_pages.kv_heads)
         self._parts = [_Part(some, tables, head_pages) for some in divided(rows, most)]
-
-    def lengths_of_others(self, lengths: Tensor) -> Tensor:
-        """Return each row's tokens of KV for the kernel that computes the other rows, int32 [rows].
-        These rows have only those of the step, so that they cost little."""
-        return lengths.index_copy(0, self._rows, self._queries.to(lengths.dtype))
 
     def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
         """Write the rows' attention in one layer.

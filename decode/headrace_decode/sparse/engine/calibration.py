@@ -11,6 +11,7 @@ Its JSON has the model, the pages, KL by keep ratio, the target KL, and the rati
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from headrace_decode.attention.calibration_file import (
     Shapes,
 )
 from headrace_decode.sparse.basis import Basis
+
+logger = logging.getLogger("headrace.sparse")
 
 COMMAND = "headrace lab calibrate sparse MODEL --texts FOLDER --out FILE"
 KIND = files.CalibrationKind(
@@ -96,6 +99,25 @@ def read_bases(path: Path, shape: ModelShape, page_tokens: int) -> list[Basis]:
 
     _, tensors = files.read(path, KIND, _parse, check)
     return [Basis(*(tensors[name][layer] for name in _TENSORS)) for layer in range(shape.layers)]
+
+
+def bases_for(file: Path, config: Mapping[str, Any], page_tokens: int) -> list[Basis] | None:
+    """Read the bases of a calibration; None, with the reason in the log, if it cannot be used.
+
+    Args:
+        config: configuration of the engine's model, as `ModelShape.of` takes it.
+    """
+    try:
+        return read_bases(file, ModelShape.of(config), page_tokens)
+    except CalibrationError as error:
+        logger.warning(
+            "techniques.sparse.calibration: %s cannot be used: %s. This engine attends without a "
+            "basis, and errs more than was calibrated. `%s` makes such a file",
+            file,
+            error,
+            COMMAND,
+        )
+        return None
 
 
 def _parse(content: Mapping[str, Any]) -> Calibration:

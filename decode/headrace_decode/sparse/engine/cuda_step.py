@@ -29,10 +29,11 @@ attention."""
 
 @dataclass(frozen=True)
 class CudaLayer:
-    """Summaries and cache that one layer attends over."""
+    """Summaries and cache that one layer attends over, and the index of the layer."""
 
     summaries: DeviceSummaries
     cache: HeadCache
+    number: int = 0
 
 
 class DuePages:
@@ -74,25 +75,22 @@ class CudaStep:
         self.count, self._kernel = len(plans), kernel
         at = copy_to_device(np.array([due.rows, due.pages], np.int64), table.device)
         self._due = table[at[0], at[1]].long()
-        self._rows = copy_to_device(np.array([plan.row for plan in plans], np.int64), table.device)
         self._parts = [
             _part(plans[first : first + ROWS_AT_ONCE], starts, table)
             for first in range(0, len(plans), ROWS_AT_ONCE)
         ]
 
-    def lengths_of_others(self, lengths: Tensor) -> Tensor:
-        """Return each row's tokens of KV for the dense kernel: int32 [rows]. Sparse rows have one,
-        so that they cost nothing."""
-        return lengths.index_fill(0, self._rows, 1)
+    def refresh(self, layer: CudaLayer) -> None:
+        """Make summaries in one layer."""
+        layer.summaries.refresh(layer.cache, self._due)
 
     def attend(self, layer: CudaLayer, query: Tensor, output: Tensor, scale: float) -> None:
-        """Make summaries, and write the sparse rows' attention, in one layer.
+        """Write the sparse rows' attention in one layer, when its summaries are made.
 
         Args:
             query, output: [tokens, heads, head_dim], of all rows of the step.
             scale: scale of the logits.
         """
-        layer.summaries.refresh(layer.cache, self._due)
         for tokens, rows in self._parts:
             mine = query.index_select(0, tokens)
             found = attend(layer.summaries, layer.cache, mine, rows, scale, self._kernel)

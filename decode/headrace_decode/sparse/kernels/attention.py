@@ -58,13 +58,24 @@ def attend(
         query: [rows, heads, head_dim], rotated, contiguous.
         scale: scale of the logits.
     """
-    count, heads, dim = query.shape
-    kv_heads, page_tokens = cache.kv_heads, cache.page_tokens
     table = tables(
         summaries,
         *(query, rows.pages, rows.counts, rows.chosen, rows.newest),
         *(cache.heads_apart, scale, rows.most),
     )
+    return attend_to(table, cache, query, rows, scale, kernel)
+
+
+def attend_to(
+    table: Tensor, cache: HeadCache, query: Tensor, rows: DecodeRows, scale: float, kernel: Kernel
+) -> Tensor:
+    """Compute the rows' attention to chosen pages; other arguments and result as for `attend`.
+
+    Args:
+        table: int32 [rows, kv_heads, rows.most], places of these pages, the newest last.
+    """
+    count, heads, dim = query.shape
+    kv_heads, page_tokens = cache.kv_heads, cache.page_tokens
     split = query.view(count * kv_heads, heads // kv_heads, dim)
     found = torch.empty_like(split)
     lengths = ((rows.chosen - 1) * page_tokens + rows.fill).repeat_interleave(

@@ -5,7 +5,10 @@ All layers have the same pages. A page lies in host memory byte for byte as in t
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace_decode.attention.cpu_cache import Ids, pages_of
+from headrace_decode.attention.settings import SparseSettings
 
 
 class HostPool:
@@ -40,3 +43,20 @@ class HostPool:
     def free(self, pages: Ids) -> None:
         """Free pages that `allocate` returned."""
         self._free += (pages[:: self.block_pages] // self.block_pages).tolist()
+
+
+def host_blocks(
+    specs: dict[str, Any], settings: SparseSettings, config: Any
+) -> tuple[int, str | None]:
+    """Return the number of blocks that host memory holds; or 0, and why it holds too few.
+
+    Args:
+        specs: vLLM's specs of the KV cache, by layer.
+        config: the engine's configuration.
+    """
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    blocks = settings.host_blocks(block_bytes, config.parallel_config.tensor_parallel_size)
+    longest = config.model_config.max_model_len
+    if blocks * config.cache_config.block_size < longest:
+        return 0, f"{settings.offload_gib} GiB do not hold a request of {longest} tokens"
+    return blocks, None

@@ -1,0 +1,101 @@
+"""Offloaded requests in the sparse backend for GPUs, on tensors of a CPU, in Triton's
+interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
+
+pytest.importorskip("triton")
+
+HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
+WITHIN = 1e-5
+
+if INTERPRETED:
+    from tests.support.seen_triton import have_vllm_see_triton
+
+    have_vllm_see_triton()
+    from vllm.v1.attention.backends import triton_attn
+
+    from headrace_decode.attention import page_counts
+    from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
+    from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+    from headrace_decode.sparse.offload.pinned_memory import allocate_pinned
+    from headrace_engine.vllm.attention import paged_kernels
+    from tests.support import offloaded_device as offloaded
+    from tests.support import sparse_device
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter is slow: short rows, few parts."""
+    monkeypatch.setattr(page_counts, "MIN_TOKENS", sparse_device.LEAST)
+    monkeypatch.setattr(paged_kernels, "SEGMENTS", 2)
+    monkeypatch.setattr(triton_attn, "NUM_PAR_SOFTMAX_SEGMENTS", 2)
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.interpreted(__file__)
+@outside
+def test_offloaded_rows_hold_in_the_interpreter(request: pytest.FixtureRequest) -> None:
+    pass_in_the_interpreter(request)
+
+
+@inside
+@pytest.mark.parametrize(("tokens", "order"), [(170, HND), (176, NHD), (177, NHD)])
+def test_a_sparse_row_attends_as_if_its_kv_were_in_the_cache(
+    tokens: int, order: tuple[int, ...]
+) -> None:
+    offloaded.check_sparse_rows("cpu", order, tokens)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("order", "queries", "count"), [(HND, 1, 1), (NHD, 5, 3), (HND, 40, 1), (NHD, 1, 2)]
+)
+def test_a_dense_row_of_which_most_has_left_is_vllms_bit_for_bit(
+    order: tuple[int, ...], queries: int, count: int
+) -> None:
+    offloaded.check_staged_rows("cpu", order, queries, count)
+
+
+@inside
+def test_rows_of_all_kinds_in_one_batch_do_not_change_each_other() -> None:
+    offloaded.check_rows_beside_others("cpu", WITHIN)
+
+
+@inside
+def test_an_answer_grows_and_its_pages_leave_the_cache() -> None:
+    offloaded.check_growth("cpu", 20)
+
+
+@inside
+def test_host_memory_is_given_back_and_written_again() -> None:
+    offloaded.check_host_memory("cpu")
+
+
+@inside
+def test_an_engine_takes_the_memory_that_it_has_left_out_of_the_cache() -> None:
+    rig, pages, host_pages = sparse_device.Rig(True, blocks=30), 16, 24
+    mine = CudaSparseRuntime([rig.basis], sparse_device.PAGE, sparse_device.SHAPE.heads, pages)
+    page = rig.cache[0].nbytes
+    module: Any = SimpleNamespace(kv_cache=rig.cache, impl=rig.impl)
+    pinned = allocate_pinned(host_pages * page, torch.device("cpu"))
+    taken, memory = mine.bind([module], pinned, host_pages)
+    assert memory is not None and taken == rig.impl.sparse.summaries.nbytes
+    assert memory.host_bytes == pinned.nbytes and memory.staging_bytes == 2 * pages * page
+    assert memory.counts.tolist() == [0, 0], "kernels were compiled, and nothing was chosen"
+    available = mine.scratch_bytes + 10**7
+    spec = SimpleNamespace(block_size=sparse_device.PAGE, page_size_bytes=page)
+    blocks = mine.cache_bytes(available, spec, host_pages) // page
+    summaries = DeviceSummaries(blocks + host_pages, sparse_device.PAGE, rig.basis, "cpu").nbytes
+    tables = sparse_device.SHAPE.kv_heads * (8 * blocks + 4 * host_pages)
+    assert 0.8 * 10**7 < blocks * page + summaries + tables + memory.staging_bytes < 10**7
