@@ -175,6 +175,28 @@ PARTS = (
         interpreted=True,
     ),
     Part(
+        "offload_engine",
+        "Do sparse attention with offload and its kernels work on a card, with both model runners?",
+        240,
+        PASSED,
+        tests=("tests/gpu/test_sparse_offload.py",),
+        interpreted=True,
+    ),
+    Part(
+        "offload",
+        "What does sparse attention with offload cost on a card? How fast do kernels read and copy "
+        "host memory?",
+        180,
+        {
+            "offload_step_vs_in_cache_rows_1": "<= 1.5",
+            "offload_step_vs_in_cache_rows_4": "<= 1.5",
+            "offload_fetch_vs_plain_copy_rows_1": ">= 0.7",
+            "offload_fetch_vs_plain_copy_rows_4": ">= 0.7",
+            "offload_stage_vs_plain_copy_rows_1": ">= 0.9",
+        },
+        interpreted=True,
+    ),
+    Part(
         "compression",
         "How much faster is decode attention over a quarter of a context, by KV head, and how long "
         "does the choice take?",
@@ -187,13 +209,6 @@ PARTS = (
             "compression_choice_ms_32768": "",
         },
         interpreted=True,
-    ),
-    Part(
-        "offload",
-        "What does sparse attention with offload cost on a card?",
-        0,
-        {},
-        open="engines on GPUs keep all KV in the cache: no code copies pages under compute there",
     ),
     Part(
         "card",

@@ -150,7 +150,7 @@ class TestRun:
         ("options", "message"),
         [
             (["--resume", "state.json"], "error: --resume: state.json: "),
-            (["--only", "compression"], "error: --only: compression cannot run: "),
+            (["--only", "unwritten"], "error: --only: unwritten cannot run: no code"),
         ],
     )
     def test_what_cannot_be_used_is_told_before_anything_runs(
@@ -162,6 +162,7 @@ class TestRun:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         Path("state.json").write_text("{")
+        monkeypatch.setitem(BY_NAME, "unwritten", part("unwritten", open="no code"))
         monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *options])
         with pytest.raises(SystemExit, match=message):
             program.main()
