@@ -66,18 +66,17 @@ Whether an engine has a technique if it also has the feature of the column. Lett
 | speculative decoding | yes (a) | not tested | yes | yes | yes |
 | blending | yes (a) | yes | yes | needs it | yes |
 | sparse attention | yes, with a calibration | yes | yes | yes | yes |
-| sparse attention with offload | no (b) | yes | yes | no (d) | yes |
+| sparse attention with offload | yes, with a calibration (a) | yes | yes | no (b) | yes |
 | compression | yes (a) | no (c) | yes; a streamed prompt is computed by the decode engine | yes | yes |
 | cross-layer KV sharing | yes | not tested | yes | yes | yes |
 
 | | missing |
 |---|---|
 | a | no card has run it ([the list](gpu.md#open-and-answered-questions)) |
-| b | code that copies pages between host memory and a GPU while it computes |
+| b | by design: an offloaded request neither loads nor saves blocks |
 | c | code. The choice compares the heads of all layers, so ranks must agree on it; stored contexts have all heads |
-| d | by design: an offloaded request neither loads nor saves blocks |
 
-Tests: each pair of techniques on one engine (`tests/integration/test_extension_pairs.py`), sparse attention, offload and blending with two ranks (`test_sparse_ranks_engine.py`, `test_blending_ranks_engine.py`), and sparse attention and compression as on a GPU in Triton's interpreter (`test_sparse_card_engine.py`, `test_compression_card_engine.py`).
+Tests: each pair of techniques on one engine (`tests/integration/test_extension_pairs.py`), sparse attention, offload and blending with two ranks (`test_sparse_ranks_engine.py`, `test_blending_ranks_engine.py`), and sparse attention, offload and compression as on a GPU in Triton's interpreter (`test_sparse_card_engine.py`, `test_sparse_card_offload_engine.py`, `test_compression_card_engine.py`).
 """  # noqa: E501
 
 

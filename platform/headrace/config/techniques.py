@@ -73,7 +73,7 @@ class SparseSection(Section):
         ge=0,
         description="Host memory of each engine, in GiB, for KV that is offloaded from its cache. "
         "With it the engine serves requests that are too long for the cache. 0: no offload. "
-        "Engines on CPUs only.",
+        "On GPUs this memory is locked, and `calibration` must be set.",
     )
 
 
