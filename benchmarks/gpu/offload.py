@@ -116,10 +116,8 @@ class Rows:
 
     def stage(self) -> None:
         """Copy a whole context of one layer into a buffer."""
-        copy_pages(
-            *(self.memory.host_pages.layer(0), self._pages),
-            *(self.memory.buffer_pages[0], self._pages, self.memory.layout),
-        )
+        host, buffer = self.memory.host_pages.layer(0), self.memory.buffer_pages[0]
+        copy_pages(host, self._pages, buffer, self._pages, self.memory.layout)
 
     @property
     def staged_bytes(self) -> int:
@@ -148,14 +146,14 @@ def _of(count: int, sizes: Sizes) -> dict[str, Any]:
         for name in ARMS:
             prepare.get(name, lambda turn: None)(turn)
             before = rows.memory.counts.tolist()
-            ms = milliseconds(rows.inside if name == ARMS[0] else rows.offloaded)
+            took_ms = milliseconds(rows.inside if name == ARMS[0] else rows.offloaded)
             chosen, missing = (
                 after - each
                 for after, each in zip(rows.memory.counts.tolist(), before, strict=True)
             )
             if turn < 0:
                 continue  # kernels are compiled
-            times[name].append(ms / sizes.layers)
+            times[name].append(took_ms / sizes.layers)
             if name == "none found":
                 fetched = missing * rows.page_bytes // sizes.kv_heads
             if name == "a tenth missed":

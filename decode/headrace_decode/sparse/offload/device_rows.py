@@ -87,9 +87,12 @@ class OffloadedStep:
                     *(rows.pages, rows.counts, rows.chosen, scale, rows.most),
                 )
                 table = place_pages(
-                    *(memory.residency[number], part.pages, chosen, rows.chosen, rows.newest),
+                    memory.residency[number],
+                    part.pages,
+                    *(chosen, rows.chosen, rows.newest),
                     *(memory.host_pages.layer(number), memory.cache_pages.layer(number)),
-                    *(memory.layout, layer.cache.heads_apart, self._step),
+                    memory.layout,
+                    *(layer.cache.heads_apart, self._step),
                 )
                 self._tables.append(table)
 
@@ -179,10 +182,9 @@ class StagedStep:
                 self._fill(at)
             memory.staging.join()
             buffer = at % len(memory.buffers)
-            copy_pages(
-                *(memory.cache_pages.layer(layer), self._own[number][0]),
-                *(memory.buffer_pages[buffer], self._own[number][1], memory.layout),
-            )
+            from_, to = self._own[number]
+            cache = memory.cache_pages.layer(layer)
+            copy_pages(cache, from_, memory.buffer_pages[buffer], to, memory.layout)
             if at + 1 < count * memory.layer_count:
                 self._fill(at + 1)
             compute(row.tokens, memory.buffers[buffer], self._metadata[number])
@@ -190,12 +192,10 @@ class StagedStep:
     def _fill(self, at: int) -> None:
         """Begin to copy the pages of host memory of one row and layer into its buffer."""
         memory, (layer, number) = self._memory, divmod(at, len(self._rows))
+        from_, to = self._host[number]
+        buffer = memory.buffer_pages[at % len(memory.buffers)]
         with memory.staging.fork():
-            copy_pages(
-                *(memory.host_pages.layer(layer), self._host[number][0]),
-                *(memory.buffer_pages[at % len(memory.buffers)], self._host[number][1]),
-                memory.layout,
-            )
+            copy_pages(memory.host_pages.layer(layer), from_, buffer, to, memory.layout)
         self._filled = at
 
 
@@ -212,9 +212,11 @@ def warm(memory: DeviceTieredMemory, most: int) -> None:
         places = min(places, slots)
         wide = torch.zeros((1, places), dtype=torch.int32, device=device)
         place_pages(
-            *(memory.residency[0], OffloadedPages(wide, wide, zeros, wide, zeros)),
+            memory.residency[0],
+            OffloadedPages(wide, wide, zeros, wide, zeros),
             *(wide[:, None].expand(1, heads, places).contiguous(), zeros + 1, zeros),
-            *(memory.host_pages.layer(0), memory.cache_pages.layer(0), memory.layout),
+            *(memory.host_pages.layer(0), memory.cache_pages.layer(0)),
+            memory.layout,
             *(memory.caches[0].heads_apart, 0),
         )
         if places == slots:

@@ -23,10 +23,10 @@ def allocate_pinned(size_bytes: int, device: torch.device) -> Tensor:
     except RuntimeError as error:
         raise MemoryError(f"{size_bytes} bytes of host memory cannot be allocated") from error
     if device.type == "cuda" and size_bytes:
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, MAPPED))
-        if error:
+        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, MAPPED))
+        if code:
             raise MemoryError(
                 f"{size_bytes} bytes of host memory cannot be registered with the GPU (CUDA error "
-                f"{error}); see docs/gpu.md"
+                f"{code}); see docs/gpu.md"
             )
     return memory
