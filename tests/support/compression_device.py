@@ -17,6 +17,7 @@ from headrace_decode.compression.engine.compressed_attention import (
     RetainedPages,
 )
 from headrace_decode.compression.engine.compression_worker import CompressionWorker
+from headrace_decode.compression.engine.context_scorer import RereadRows
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.engine.metadata import CompressionMetadata, FitWork, Retention
 from headrace_decode.compression.importance_predictor import ImportancePredictor
@@ -178,8 +179,6 @@ class Reader:
 
     def read_again(self, kept: int, room: Sequence[int]) -> tuple[Tensor, RetainedPages]:
         """The scores of the context, and what is kept in so many blocks."""
-        from headrace_decode.compression.engine.context_scorer import RereadRows
-
         tokens, worker = len(self.blocks) * PAGE, self.worker
         rereads = RereadRows("x", tokens, tokens - 100, tokens + 5)
         worker.begin_step((), (), CompressionMetadata(rereads={"r": rereads}))
@@ -248,3 +247,24 @@ def assert_same(
     for ours, theirs in zip(mine.kept_kv(held), its.kept_kv(other), strict=True):
         for one, wanted in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, wanted, rtol=0, atol=within)
+
+
+def one_layer_worker(
+    cache: Tensor, table: Sequence[int], context: int, room: Sequence[int], scale: float
+) -> CompressionWorker:
+    """A worker over a cache of one layer with four query heads, whose request "0" has dropped KV.
+
+    Args:
+        table: the request's blocks. context: tokens of its context. room: blocks for what is kept.
+    """
+    head_pages = HeadPages([cache], 1, KvOrder.JOINED)
+    worker = CompressionWorker(head_pages, scale, ROPE, {"0": table}.__getitem__)
+    rereads = RereadRows("0", context, 100, context)
+    worker.begin_step((), (), CompressionMetadata(rereads={"r": rereads}))
+    rows = [BatchRow("r", None, 1)], np.array([0, 90]), np.array([190])
+    _, read = worker.select_rows(*rows)
+    worker.record_queries(read, 0, torch.randn(90, 4, 32, generator=rng(1)))
+    worker.begin_step({"r"}, (), CompressionMetadata(layers=1))
+    retention = Retention(context, list(room))
+    assert not worker.begin_step((), (), CompressionMetadata(retentions={"0": retention}))
+    return worker

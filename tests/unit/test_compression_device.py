@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from headrace_decode.attention.batch import BatchRow
 from headrace_decode.compression.engine.compressed_attention import CompressedRow, divided
-from headrace_decode.compression.engine.compression_worker import CompressionWorker
 from headrace_decode.compression.engine.context_scorer import RereadRows
 from headrace_decode.compression.engine.head_pages import HeadPages
-from headrace_decode.compression.engine.metadata import CompressionMetadata, Retention
+from headrace_decode.compression.engine.metadata import CompressionMetadata
 from headrace_engine.kv_views import KvOrder
 from tests.support import compression_device as device
 from tests.support.compression_device import (
@@ -26,7 +25,6 @@ from tests.support.compression_device import (
     LAYERS,
     LAYOUTS,
     PAGE,
-    ROPE,
     Asking,
 )
 from tests.support.interpreted import INTERPRETED, inside, outside, pass_in_the_interpreter
@@ -153,18 +151,8 @@ def test_exact_rows_are_vllms_bit_for_bit_beside_compressed_ones(
     ]
     tables = [ours.write(one) for one in batch]
     assert tables == [theirs.write(one) for one in batch]
-    head_pages = HeadPages([ours.cache], 1, KvOrder.JOINED)
     room = [ours._free.pop() for _ in range(3)]
-    worker = CompressionWorker(head_pages, scale, ROPE, {"0": tables[0]}.__getitem__)
-    rereads = RereadRows("0", context, 100, context)
-    worker.begin_step((), (), CompressionMetadata(rereads={"r": rereads}))
-    rows = [BatchRow("r", None, 1)], np.array([0, 90]), np.array([190])
-    _, read = worker.select_rows(*rows)
-    worker.record_queries(read, 0, torch.randn(90, 4, 32, generator=device.rng(1)))
-    worker.begin_step({"r"}, (), CompressionMetadata(layers=1))
-    assert not worker.begin_step(
-        (), (), CompressionMetadata(retentions={"0": Retention(context, room)})
-    )
+    worker = device.one_layer_worker(ours.cache, tables[0], context, room, scale)
     again = RereadRows("0", context, 120, context)
     worker.begin_step((), (), CompressionMetadata(rereads={"1": again}))
 
@@ -177,6 +165,7 @@ def test_exact_rows_are_vllms_bit_for_bit_beside_compressed_ones(
     [(queries, _)] = worker.scorers["0"]._came[0]
     assert torch.equal(queries, batch[1].queries[9:]), "positions 120 to 129"
     (held,) = (each.held for each in worker.select_rows(*asked("0", length))[0])
+    head_pages = HeadPages([ours.cache], 1, KvOrder.JOINED)
     keys, values = head_pages.read_head_pages(held.head_pages[0])
     for head in range(4):
         kept, kv = int(held.counts[0, head // 2]) * backend.PAGE, head // 2

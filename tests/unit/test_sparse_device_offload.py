@@ -25,11 +25,15 @@ if INTERPRETED:
 
     from headrace_decode.attention import page_counts
     from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
+    from headrace_decode.attention_backend.runtime import RUNTIME
+    from headrace_decode.compression.engine.context_scorer import RereadRows
+    from headrace_decode.compression.engine.metadata import CompressionMetadata
     from headrace_decode.sparse.kernels.summaries import DeviceSummaries
     from headrace_decode.sparse.offload.pinned_memory import allocate_pinned
     from headrace_engine.vllm.attention import paged_kernels
+    from tests.support import compression_device, sparse_device
     from tests.support import offloaded_device as offloaded
-    from tests.support import sparse_device
+    from tests.support.sparse_device import LONG, Rig, sequence
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -99,3 +103,51 @@ def test_an_engine_takes_the_memory_that_it_has_left_out_of_the_cache() -> None:
     summaries = DeviceSummaries(blocks + host_pages, sparse_device.PAGE, rig.basis, "cpu").nbytes
     tables = sparse_device.SHAPE.kv_heads * (8 * blocks + 4 * host_pages)
     assert 0.8 * 10**7 < blocks * page + summaries + tables + memory.staging_bytes < 10**7
+
+
+@inside
+def test_rows_of_all_kinds_attend_in_one_step_as_each_would_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compressed row, sparse rows with and without offload, a staged row, a row whose queries
+    score a context, and one that is vLLM's."""
+    rig, cached, plain = offloaded.OffloadingRig(), Rig(True), Rig(False)
+    batch = [
+        sequence(LONG, seed=1),
+        sequence(LONG, offloaded.SHARE, seed=2),
+        sequence(LONG, offloaded.SHARE, seed=3),
+        sequence(130, queries=5, seed=4),
+        sequence(130, queries=19, seed=5),
+        sequence(90, seed=6),
+    ]
+    names = {1: "1", 3: "3"}
+    tables = [
+        rig.put(one, names[number]) if number in names else rig.write(one)
+        for number, one in enumerate(batch)
+    ]
+    context = 10 * sparse_device.PAGE
+    room = [rig._free.pop() for _ in range(3)]
+    scale = sparse_device.SHAPE.scale
+    worker = compression_device.one_layer_worker(rig.cache, tables[0], context, room, scale)
+    again = RereadRows("0", context, 120, context)
+    worker.begin_step((), (), CompressionMetadata(rereads={"4": again}))
+
+    monkeypatch.setattr(RUNTIME, "compression", worker)
+    alone = rig.metadata(batch[:1], tables[:1])
+    assert alone.dropped is not None and not alone.vllms
+    assert (alone.sparse, alone.offloaded, alone.staged) == (None, None, None)
+    kept = rig.forward(batch[:1], alone)
+    monkeypatch.setattr(RUNTIME, "compression", worker)
+    metadata = rig.metadata(batch, tables)
+    assert metadata.vllms and metadata.seq_lens.tolist() == [1, 1, 1, 5, 130, 90]
+    monkeypatch.setattr(RUNTIME, "compression", worker)
+    found = rig.forward(batch, metadata)
+
+    wanted, dense = cached.step(batch), plain.step(batch)
+    assert torch.equal(found[0], kept[0])
+    assert not torch.allclose(found[0], dense[0], rtol=0, atol=WITHIN)
+    assert torch.equal(found[1:3], wanted[1:3])
+    torch.testing.assert_close(found[3:8], dense[3:8], rtol=0, atol=WITHIN)
+    assert torch.equal(found[8:], dense[8:])
+    [(queries, _)] = worker.scorers["0"]._came[0]
+    assert torch.equal(queries, batch[4].queries[9:]), "positions 120 to 129"
