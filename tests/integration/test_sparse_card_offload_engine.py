@@ -52,7 +52,13 @@ def inside() -> dict[str, Any]:
         engine.end()
 
 
-@pytest.fixture(scope="module", params=["0", "1"], ids=["first runner", "second runner"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0", id="first runner", marks=pytest.mark.soak),
+        pytest.param("1", id="second runner"),
+    ],
+)
 def engine(request: Any) -> Iterator[SparseEngine]:
     engine = engine_of(request.param, BLOCKS, 0.02)
     try:
