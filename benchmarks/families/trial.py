@@ -256,7 +256,10 @@ class Trial:
         told = self._ask(
             self._decode, "continued", prompts=prompts, max_tokens=ANSWER_TOKENS - first
         )
-        rest = [Answer(*(part[first:] for part in truth)) for truth in self._truths]
+        rest = [
+            Answer(tokens[first:], logprobs[first:], leads[first:])
+            for tokens, logprobs, leads in self._truths
+        ]
         return verdict(self._answers(told), rest, self._family.dtype)
 
     def _techniques(self) -> None:

@@ -11,7 +11,6 @@ until its standard input ends.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 from functools import partial
@@ -27,6 +26,7 @@ from headrace.gateway import ReplicaInfo, build_gateway_app, serve_gateway
 from headrace.gateway.placement.endpoint_info import EndpointInfo
 from headrace.gateway.placement.placer import Placer
 from headrace.router.plan import RouterSettings
+from headrace_engine.serving.full_collections import limit_full_collections
 
 
 class EmulatedCluster(EmptyCluster):
@@ -69,7 +69,7 @@ async def run(admin: str, settings: RouterSettings) -> None:
 
 def main() -> None:
     """See the module."""
-    gc.freeze()
+    limit_full_collections()
     settings = RouterSettings(**json.loads(sys.argv[2]))
     uvloop.run(run(sys.argv[1], settings))
 

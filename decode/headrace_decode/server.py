@@ -58,13 +58,13 @@ from headrace_engine.ray.serve import (
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
 from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.drain_timeouts import grace_s
+from headrace_engine.serving.full_collections import limit_full_collections
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.ready_file import start_ready_file
 from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.request_router import deployment_name
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
-from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
 from headrace_engine.usage.replica_usage import ReplicaUsage
@@ -145,7 +145,7 @@ class DecodeServer(PDDecodeServer):
             self._start("poll the state of speculative decoding", polling)
         await self._apply_overrides()
         self._start("apply settings overrides", self._poll_overrides)
-        freeze_startup_heap()
+        limit_full_collections()
         self._usage = ReplicaUsage(
             self.engine.meter.usage,
             self._llm_config.model_id,

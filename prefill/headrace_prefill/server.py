@@ -45,9 +45,9 @@ from headrace_engine.ray.serve import read_cluster_value, write_cluster_value
 from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
 from headrace_engine.serving.added_adapters import AddedAdapters
+from headrace_engine.serving.full_collections import limit_full_collections
 from headrace_engine.serving.ready_file import start_ready_file
 from headrace_engine.serving.replica_adapters import ReplicaAdapters
-from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
 from headrace_engine.usage.replica_usage import ReplicaUsage, UsageExports
@@ -150,7 +150,7 @@ class PrefillServer(PDPrefillServer):
         )
         if self._adapters is not None:
             self._adapters.registry.on_change.append(self._reporting.changed)
-        freeze_startup_heap()
+        limit_full_collections()
         self._ready = start_ready_file(self.check_health)
         self.engine.start_times.finish()
 

@@ -224,7 +224,7 @@ def _answers(families: Mapping[str, Any]) -> list[str]:
     cases = [case for case in CASES if any(case.name in f["cases"] for f in families.values())]
     lines = [
         "## Answers\n",
-        "Differing answers of all, by case. An answer differs if a token differs, or the "
+        "Number of differing answers, by case. An answer differs if a token differs, or the "
         f"log-probability of one by more than {CLOSE['float32']:g} nats ({CLOSE['bfloat16']:g} "
         "with bfloat16). A tie counts as right: the answers part where plain vLLM's own two best "
         f"tokens are within {TIE['float32']:g} nats ({TIE['bfloat16']:g} with bfloat16).\n",
@@ -258,9 +258,9 @@ def _answers(families: Mapping[str, Any]) -> list[str]:
             continue
         lines.append(
             f"\n{found['title']} runs in bfloat16. Plain vLLM itself gives {other['differing']} "
-            f"other answers of {other['answers']}, and {other['ties']} ties, if it is given its "
-            "answers' first tokens as a part of the prompts, since its kernels for prompts and "
-            "for answers round differently. No more may differ in a case."
+            f"other answers, and {other['ties']} ties, if it is given its answers' first tokens "
+            "as a part of the prompts, since its kernels for prompts and for answers round "
+            "differently. No more may differ in a case."
         )
     limits = [f for f in families.values() if f["limit"]]
     if limits:
@@ -288,7 +288,7 @@ def _count(case: Mapping[str, Any] | None) -> str:
     for kind, text in (("refused", "refused"), ("plain_error", "plain vLLM"), ("error", "failing")):
         if kind in case:
             return text
-    return f"{case['differing']} of {case['answers']}"
+    return str(case["differing"])
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

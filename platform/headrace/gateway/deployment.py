@@ -39,11 +39,11 @@ from headrace_engine.ray.serve import (
     shutdown_seconds,
 )
 from headrace_engine.serving.drain_timeouts import grace_s
+from headrace_engine.serving.full_collections import limit_full_collections
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.model_values import prefix
 from headrace_engine.serving.request_router import deployment_name
-from headrace_engine.serving.startup_heap import freeze_startup_heap
 
 SECRET = "secret"
 """Key of the secret by which the app's conversation state is encrypted, among the app's values."""
@@ -129,7 +129,7 @@ class GatewayServer:
             )
         self._requests = InFlight(self._app)
         self._listener = None
-        freeze_startup_heap()
+        limit_full_collections()
         if settings.port is not None:
             self._listener = await serve_gateway(
                 *(self._requests, settings.host, settings.port),
