@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
 
+from headrace_engine.asgi_body import read_body, with_body
 from headrace_engine.serving.long_validation import PIECE_S, Turns
 from headrace_engine.serving.validation import (
     MAX_ERRORS,
@@ -190,6 +193,33 @@ async def test_the_event_loop_turns_while_a_long_body_is_validated(
     expected, _ = validate(app, path, repeated(body, 4_000))
     assert without_ids(seen[0]) == without_ids(expected)
     assert turns > 10
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_other_middleware_sees_a_long_body(app: FastAPI, before: bool) -> None:
+    made, seen = FastAPI(), list[bytes | None]()
+    path, body = LONG[0]
+
+    class Reader:
+        def __init__(self, app: Any) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            seen.append(body := await read_body(receive))
+            await self._app(*with_body(scope, body or b"", receive), send)
+
+    @made.post(path)
+    async def answer_one(request: body_field(app, path).field_info.annotation) -> None:  # type: ignore[valid-type]
+        assert len(request.input) == 200  # type: ignore[attr-defined]
+
+    if before:
+        made.user_middleware.insert(0, Middleware(Reader))
+    bound_validation(made)
+    if not before:
+        made.user_middleware.insert(0, Middleware(Reader))
+    answer, _ = await asked(made, path, repeated(body, 200))
+    assert answer.status_code == 200, answer.text
+    assert json.loads(seen[0] or b"") == repeated(body, 200)
 
 
 async def test_a_fault_behind_many_items_is_answered_while_the_event_loop_turns(

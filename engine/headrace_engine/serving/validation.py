@@ -55,7 +55,8 @@ def bound_validation(app: FastAPI) -> None:
                     validators[route.path] = adapter.validate_resting
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(ValidationError, _on_invalid)
-    app.user_middleware.insert(0, Middleware(LongValidation, validators=validators, turns=turns))
+    # The innermost one: all others see the body.
+    app.user_middleware.append(Middleware(LongValidation, validators=validators, turns=turns))
     app.middleware_stack = None  # vLLM has built it already; the next request builds it again
 
 
