@@ -26,11 +26,13 @@ from headrace.observability.shared_memory import (
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); " + SLEEP
-# Starts a child in a session of its own and dies, so that init adopts the child.
+# Starts a child in a session of its own and dies, so that init adopts the child. It waits for the
+# child's code: a process that is about to execute a program has no environment to read.
 ORPHAN = (
     "import subprocess, sys; "
-    f"p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); "
-    "print(p.pid, flush=True)"
+    f"p = subprocess.Popen([sys.executable, '-c', {'print(1, flush=True); ' + SLEEP!r}], "
+    "start_new_session=True, stdout=subprocess.PIPE); "
+    "p.stdout.readline(); print(p.pid, flush=True)"
 )
 
 
