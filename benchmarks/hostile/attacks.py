@@ -166,12 +166,22 @@ def _resumed(model: str) -> Iterator[Request]:
         yield Request(f"resumed: {name}", stream + body, ANSWERED, headers=headers)
 
 
+def _long(model: str) -> Iterator[Request]:
+    """Well-formed lists of many short parts."""
+
+    def said(kind: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": kind, "text": "x"}]}] * 16_000
+
+    items = {"model": model, "input": said("input_text"), "max_output_tokens": 1}
+    yield Request("16,000 items", _json(items), ANSWERED, path=RESPONSES)
+    messages = {"model": model, "messages": said("text"), "max_tokens": 1}
+    yield Request("16,000 messages", _json(messages), ANSWERED, path=CHAT)
+
+
 def _malformed(model: str) -> Iterator[Request]:
     """Items that fit no kind of item: each is compared with all kinds."""
     hi = [{"role": "user", "content": "Hi"}]
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "x", "detail": 1}]}
-    said = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-    input_said = {"role": "user", "content": [{"type": "input_text", "text": "x"}]}
     block = {"role": "user", "content": [{"type": "x"}]}
     text = {"role": "user", "content": "x" * 50_000}
     asked: list[tuple[str, str, dict[str, Any]]] = [
@@ -186,11 +196,6 @@ def _malformed(model: str) -> Iterator[Request]:
     for count in (40, 16_000):
         empty = [{"role": "user", "content": None}] * count
         asked += [
-            (
-                *(f"{count:,} items", RESPONSES),
-                {"input": [input_said] * count, "max_output_tokens": 1},
-            ),
-            (f"{count:,} messages", CHAT, {"messages": [said] * count}),
             (f"{count:,} malformed items", RESPONSES, {"input": [image] * count}),
             (f"{count:,} empty items", RESPONSES, {"input": [{}] * count}),
             (f"{count:,} malformed tools", RESPONSES, {"input": "Hi", "tools": [{}] * count}),
@@ -235,6 +240,7 @@ KINDS: dict[str, Callable[[str], Iterator[Request]]] = {
     "grammars": _grammars,
     "headers": _heads,
     "resumed": _resumed,
+    "long": _long,
     "malformed": _malformed,
     "encoded": _encoded,
 }

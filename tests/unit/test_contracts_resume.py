@@ -105,6 +105,8 @@ def test_the_frontend_can_be_led() -> None:
         first = source.index("self.output_processor.add_request(")
         assert source.index("await self.engine_core.add_request_async(") > first, f"mend {FRONTEND}"
     assert_takes(f"{processor}.process_outputs", OUTPUTS, "engine_core_outputs")
+    source = inspect.getsource(find(f"{processor}.process_outputs", OUTPUTS))
+    assert "if self.tracing_enabled:" in source, f"mend {OUTPUTS}"
     find(f"{processor}.get_num_unfinished_requests", "headrace_engine/vllm/engine.py")
     for name in ("get_nowait", "put"):
         find(f"vllm.v1.engine.output_processor:RequestOutputCollector.{name}", OUTPUTS)

@@ -17,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from headrace_decode.apis.prompt_usage import USAGE, PromptUsage
 from headrace_decode.resume import output_replay
@@ -144,11 +145,14 @@ async def test_two_streams_of_one_name_are_resumed_each_by_its_own_outputs() -> 
     await llm.stop()
 
 
-async def test_a_stream_at_its_end_needs_neither_prefill_nor_engine() -> None:
+@pytest.mark.parametrize("traced", [False, True])
+async def test_a_stream_at_its_end_needs_neither_prefill_nor_engine(traced: bool) -> None:
     core, prefill, planner = Core(), PrefillSide(), Planner("p")
     llm = Frontend(core, planner, prefill)
+    llm.output_processor = OutputProcessor(None, log_stats=True, tracing_enabled=traced)
     assert await resume(llm, said(TOKENS, ends=True)) == WHOLE
     assert (core.added, prefill.asked, planner.planned) == ([], [], [])
+    assert llm.output_processor.tracing_enabled == traced
     llm.assert_idle()
     await llm.stop()
 

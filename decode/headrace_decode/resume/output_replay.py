@@ -15,7 +15,12 @@ from typing import Any
 from headrace_decode.resume.emitted import EmittedChoice, EmittedOutput
 from headrace_decode.resume.scheduler import RESUME_TOKENS
 from headrace_engine.kv_transfer.media import features_of, has_media
-from headrace_engine.vllm.engine_outputs import begin_prefill, core_output, ranked_tokens
+from headrace_engine.vllm.engine_outputs import (
+    begin_prefill,
+    core_output,
+    process_earlier_output,
+    ranked_tokens,
+)
 
 MAX_SEEDED = 1024
 """Maximum number of tokens after which a request with a seed can be resumed. vLLM's first model
@@ -98,7 +103,7 @@ async def replay_outputs(
             core = core_output(
                 request_id, choice.tokens, choice.logprobs, choice.finish, choice.stop
             )
-            processor.process_outputs([core])
+            process_earlier_output(processor, core)
             if (result := queue.get_nowait()) is not None:
                 result.finished = False
                 replayed[number] = result

@@ -55,6 +55,18 @@ def core_output(
     )
 
 
+def process_earlier_output(processor: Any, output: EngineCoreOutput) -> None:
+    """Pass an output that another engine gave through the frontend's `OutputProcessor`.
+
+    No span is made of a request that it ends: a span needs the times of this engine's steps.
+    """
+    traced, processor.tracing_enabled = processor.tracing_enabled, False
+    try:
+        processor.process_outputs([output])
+    finally:
+        processor.tracing_enabled = traced
+
+
 def logprobs_lists(logprobs: Sequence[RankedTokens]) -> LogprobsLists:
     """Return log-probabilities in the engine core's form, one row for each token.
 
