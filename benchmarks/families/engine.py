@@ -14,7 +14,8 @@ from typing import Any
 from benchmarks.families.cases import FIRST_TOKEN
 from benchmarks.kvstore.child import serve
 
-PATIENCE_S = 900.0
+PATIENCE_S, IDLE_PATIENCE_S = 900.0, 60.0
+"""Longest wait for answers, and for an engine without requests to give its blocks back."""
 AT_ONCE = 128
 """Requests that an engine computes at once."""
 CHANNELS = "vllm:headrace_kv_blocks", "vllm:headrace_transfers"
@@ -233,7 +234,7 @@ class Engines:
 
     def _until(self, condition: Any, why: str) -> None:
         """Run steps until it holds: an engine without requests takes none by itself."""
-        deadline = time.monotonic() + PATIENCE_S / 4
+        deadline = time.monotonic() + IDLE_PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
                 raise RuntimeError(why)

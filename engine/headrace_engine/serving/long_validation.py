@@ -3,10 +3,10 @@
 pydantic takes 15 to 370 us for one item of `/v1/responses`, since an item may be of thirty kinds,
 so a conversation of 16,000 items would hold every stream of the replica for seconds. A thread
 alone does not help: pydantic's native code keeps the interpreter's lock. Here a validator of each
-list calls Python before each of its items, and after `PIECE_S` the thread releases the lock, and
+list calls Python before each of its items, and after `SLICE_S` the thread releases the lock, and
 rests as long as it worked. Threads work one at a time.
 
-The route's own validation is then given what the thread found.
+The route's own validation is then given the thread's result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pydantic import ValidationError
 from headrace_engine.asgi_body import read_body, with_body
 
 MANY_OBJECTS = 100
-"""Objects of a body from which on it is validated in a thread: some ten milliseconds of work."""
-PIECE_S = 0.002
+"""Number of objects above which a body is validated in a thread: some ten milliseconds of work.
+Braces are counted, those in texts included."""
+SLICE_S = 0.002
 """Longest work of a thread before it rests, but for a single item that takes longer."""
 THREADS = 4
 
@@ -53,12 +54,13 @@ class Found:
         return self.request
 
 
-FOUND: ContextVar[Found | None] = ContextVar("headrace_validation", default=None)
-"""Result for the request of this task; None if its route validates it."""
+FOUND: ContextVar[list[Found] | None] = ContextVar("headrace_validation", default=None)
+"""Result for the request of this task. It is taken out once: tasks that vLLM starts during a
+request keep this context, and would keep the request."""
 
 
-class Turns:
-    """Lets threads work in turns of `PIECE_S`, one at a time."""
+class TimeSlicer:
+    """Lets threads work in slices of `SLICE_S`, one at a time."""
 
     def __init__(self) -> None:
         self._working = threading.Lock()
@@ -76,7 +78,7 @@ class Turns:
     def rest(self, item: Any) -> Any:
         """Return the item; the thread rests before, if it has worked for long."""
         began_s = getattr(self._of_thread, "began_s", None)
-        if began_s is not None and (worked_s := time.perf_counter() - began_s) > PIECE_S:
+        if began_s is not None and (worked_s := time.perf_counter() - began_s) > SLICE_S:
             self._working.release()
             time.sleep(worked_s)
             self._working.acquire()
@@ -89,17 +91,17 @@ class LongValidation:
 
     Args:
         app: the application.
-        validators: by path, what validates the parsed body and calls `turns.rest` often.
-        turns: as the validators have them.
+        validators: by path, what validates the parsed body and calls `slicer.rest` often.
+        slicer: as the validators have it.
     """
 
     def __init__(
         self,
         app: Callable[[Message, Any, Any], Awaitable[None]],
         validators: Mapping[str, Validate],
-        turns: Turns,
+        slicer: TimeSlicer,
     ) -> None:
-        self._app, self._validators, self._turns = app, validators, turns
+        self._app, self._validators, self._slicer = app, validators, slicer
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="headrace-validation")
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
@@ -115,7 +117,7 @@ class LongValidation:
         if body.count(b"{") > MANY_OBJECTS and _is_json(scope):
             loop = asyncio.get_running_loop()
             found = await loop.run_in_executor(self._threads, self._validate, path, body)
-        before = FOUND.set(found)
+        before = FOUND.set(None if found is None else [found])
         try:
             # The route need not parse the body again: its adapter takes what was found.
             given = body if found is None else b"{}"
@@ -128,7 +130,7 @@ class LongValidation:
         answers in its own way."""
         try:
             value = json.loads(body)
-            return Found(self._turns.work(lambda: self._validators[path](value)))
+            return Found(self._slicer.work(lambda: self._validators[path](value)))
         except ValidationError as error:
             return Found(faults=error)
         except Exception:

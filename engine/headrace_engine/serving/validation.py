@@ -24,7 +24,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 from starlette.middleware import Middleware
 from starlette.requests import Request
 
-from headrace_engine.serving.long_validation import FOUND, LongValidation, Turns
+from headrace_engine.serving.long_validation import FOUND, LongValidation, TimeSlicer
 
 OPENAI = "/v1/"
 """Beginning of the paths whose long bodies are validated beside the event loop."""
@@ -45,18 +45,18 @@ def bound_validation(app: FastAPI) -> None:
 
     Call it before the first request.
     """
-    turns, validators = Turns(), {}
+    slicer, validators = TimeSlicer(), {}
     for route in app.routes:
         if isinstance(route, APIRoute):
             for field in route.dependant.body_params:
-                adapter = FailFastAdapter(field._type_adapter, turns.rest)
+                adapter = FailFastAdapter(field._type_adapter, slicer.rest)
                 field._type_adapter = adapter  # type: ignore[assignment]
                 if route.path.startswith(OPENAI):
                     validators[route.path] = adapter.validate_resting
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(ValidationError, _on_invalid)
     # The innermost one: all others see the body.
-    app.user_middleware.append(Middleware(LongValidation, validators=validators, turns=turns))
+    app.user_middleware.append(Middleware(LongValidation, validators=validators, slicer=slicer))
     app.middleware_stack = None  # vLLM has built it already; the next request builds it again
 
 
@@ -79,9 +79,8 @@ class FailFastAdapter:
 
         If a thread has validated this task's request already, return what it found.
         """
-        found = FOUND.get()
-        if found is not None:
-            return found.get()
+        if found := FOUND.get():
+            return found.pop().get()
         return self._validator.validate_python(value, **options)
 
     def validate_resting(self, value: Any) -> Any:
