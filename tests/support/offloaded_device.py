@@ -42,7 +42,7 @@ class OffloadingRig(Rig):
         host, page_bytes = HostPool(HOST_PAGES, 1), self.cache[0].nbytes
         pinned = allocate_pinned(HOST_PAGES * page_bytes, torch.device(device))
         self.memory = DeviceTieredMemory([self.cache], [summaries], host, pinned, HOST_PAGES)
-        self.impl.sparse = CudaLayer(summaries, HeadCache.of(self.cache))
+        self.impl.sparse = CudaLayer(summaries, HeadCache.of(self.cache), 0)
         self.offloading = OffloadedRequests(self.memory)
         self._slots = slots
 

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from benchmarks.sparse.backend import Request, Shape, random_sequence
+from headrace_decode.attention import page_counts
 from headrace_decode.attention.batch import BatchRow
 from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_count
 from headrace_decode.attention_backend.cuda import SparseBackend
@@ -27,6 +30,7 @@ from headrace_decode.sparse.offload.offloaded_requests import OffloadedRequests
 from headrace_decode.sparse.page_scores import score_pages
 from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
+from headrace_engine.vllm.attention import paged_kernels
 from headrace_lab.sparse.moments import Moments
 
 SHAPE = Shape(4, 2, 32, torch.float32)
@@ -35,6 +39,13 @@ PAGE, LEAST, LONG = 16, 100, 170
 slow."""
 HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 LAYER: Any = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale=torch.ones(1))
+
+
+def use_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short rows be sparse, and attention have few parts."""
+    monkeypatch.setattr(page_counts, "MIN_TOKENS", LEAST)
+    monkeypatch.setattr(paged_kernels, "SEGMENTS", 2)
+    monkeypatch.setattr(triton_attn, "NUM_PAR_SOFTMAX_SEGMENTS", 2)
 
 
 def a_basis(shape: Shape = SHAPE, rank: int = 12) -> Basis:
@@ -97,7 +108,7 @@ class Rig:
         self.rows = SparseRows(1, PAGE, step_pages)
         if sparse:
             summaries = DeviceSummaries(blocks, PAGE, self.basis, device)
-            self.impl.sparse = CudaLayer(summaries, HeadCache.of(self.cache))
+            self.impl.sparse = CudaLayer(summaries, HeadCache.of(self.cache), 0)
 
     def write(self, one: Request) -> list[int]:
         """Put a request's KV into fresh blocks; its table."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,23 +18,16 @@ if INTERPRETED:
     from tests.support.seen_triton import have_vllm_see_triton
 
     have_vllm_see_triton()
-    from vllm.v1.attention.backends import triton_attn
 
-    from headrace_decode.attention import page_counts
     from headrace_decode.attention_backend import cuda_runtime
     from headrace_decode.sparse.engine import cuda_step
     from headrace_decode.sparse.kernels.summaries import DeviceSummaries
-    from headrace_engine.vllm.attention import paged_kernels as attention_kernels
     from tests.support import sparse_device as device
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter is slow: short rows, few parts."""
-    monkeypatch.setattr(page_counts, "MIN_TOKENS", device.LEAST)
-    monkeypatch.setattr(attention_kernels, "SEGMENTS", 2)
-    monkeypatch.setattr(triton_attn, "NUM_PAR_SOFTMAX_SEGMENTS", 2)
-    yield
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    device.use_small_sizes(monkeypatch)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,28 +20,21 @@ if INTERPRETED:
     from tests.support.seen_triton import have_vllm_see_triton
 
     have_vllm_see_triton()
-    from vllm.v1.attention.backends import triton_attn
 
-    from headrace_decode.attention import page_counts
     from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
     from headrace_decode.attention_backend.runtime import RUNTIME
     from headrace_decode.compression.engine.context_scorer import RereadRows
     from headrace_decode.compression.engine.metadata import CompressionMetadata
     from headrace_decode.sparse.kernels.summaries import DeviceSummaries
     from headrace_decode.sparse.offload.pinned_memory import allocate_pinned
-    from headrace_engine.vllm.attention import paged_kernels
     from tests.support import compression_device, sparse_device
     from tests.support import offloaded_device as offloaded
     from tests.support.sparse_device import LONG, Rig, sequence
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter is slow: short rows, few parts."""
-    monkeypatch.setattr(page_counts, "MIN_TOKENS", sparse_device.LEAST)
-    monkeypatch.setattr(paged_kernels, "SEGMENTS", 2)
-    monkeypatch.setattr(triton_attn, "NUM_PAR_SOFTMAX_SEGMENTS", 2)
-    yield
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse_device.use_small_sizes(monkeypatch)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ class CudaLayer:
 
     summaries: DeviceSummaries
     cache: HeadCache
-    number: int = 0
+    number: int
 
 
 class DuePages:
